@@ -1,4 +1,4 @@
-"""Evaluates a model on the customer-service environment without the gateway: `evaluate MODEL_DIR [--tasks 200]`.
+"""Evaluates a model on the customer-service environment without the gateway: `evaluate MODEL_DIR`.
 
 `python -m examples.service_base.evaluate` runs conversations in batches with plain `generate`.
 """
@@ -109,7 +109,9 @@ def main() -> None:
     for name, tasks in environment.eval_sets().items():
         for how in ("sampled", "greedy"):
             every = run(model, tokenizer, tasks[: arguments.tasks], how == "greedy")
-            scores = [environment.score(one.task, None, None, one.messages, one.state).reward for one in every]
+            scores = [
+                environment.score(one.task, None, None, one.messages, one.state).reward for one in every
+            ]
             print(f"{name or 'held out'}: {how} {sum(scores) / len(scores):.3f}", flush=True)
             if how == "greedy":
                 continue

@@ -49,7 +49,9 @@ async def test_an_agent_that_follows_the_policy_solves_every_task() -> None:
 
 
 async def test_the_same_task_always_starts_alike() -> None:
-    for task, again in zip(train_tasks(50), [CustomerService().train_task(n) for n in range(50)], strict=True):
+    for task, again in zip(
+        train_tasks(50), [CustomerService().train_task(n) for n in range(50)], strict=True
+    ):
         assert task == again
         first, second = await SHOP.setup(task), await CustomerService().setup(again)
         assert first.database == second.database

@@ -1,4 +1,4 @@
-"""The environment `customer_service`: an agent serves a simulated customer of a shop, in the manner of τ-bench.
+"""The environment `customer_service`: an agent serves a shop's customers, in the manner of τ-bench.
 
 Yao et al. 2024 describe τ-bench: tools that read and change a database, a policy, a simulated user, and a
 reward for the final state of the database. Here everything is generated.
@@ -25,8 +25,9 @@ from tidegate.types import Message, Task
 
 POLICY = """You are the service desk of a shop. Before anything else, find the customer by name and zip code.
 Serve only orders of this customer, and look at an order before you change it.
-Cancel or readdress pending orders only. Refund or exchange delivered orders only.
-Exchange only for an item in stock. Refuse everything else, even if the customer insists: it is not possible."""
+Cancel or readdress pending orders only. Refund or exchange delivered orders only. \
+Exchange only for an item in stock.
+Refuse everything else, even if the customer insists: it is not possible."""
 """System message of every task."""
 HELD_OUT = {"": 200, "combinations": 100}
 """Held-out set → its number of tasks."""
@@ -77,8 +78,8 @@ class CustomerService(Environment):
     """Conversations with customers of a shop. An agent reads and changes the shop's database with tools.
 
     The customer wishes to cancel, readdress, refund or exchange an order, or asks for its price; a fifth of
-    the customers have two wishes. About a third of the wishes are forbidden by the policy, which is the system
-    message. Held-out tasks (the set "") have other names, numbers and items than training; the set
+    the customers have two wishes. About a third of the wishes are forbidden by the policy, which is the
+    system message. Held-out tasks (the set "") have other names, numbers and items than training; the set
     `combinations` has pairs of wishes that do not occur in training.
 
     Args:

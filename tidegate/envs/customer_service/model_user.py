@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 END = "[END]"
 """The model writes it to end the conversation."""
-PROMPT = """You are a customer of a shop and write to its service desk. Play this customer; never say that you \
-are a model, and never do the service desk's work. Write one short message at a time.
+PROMPT = """You are a customer of a shop and write to its service desk. Play this customer: never say that \
+you are a model, and never do the service desk's work. Write one short message at a time.
 
 Your name is {name}, your zip code is {zip_code}. State them only if you are asked.
 Your wishes, one after the other:
@@ -44,7 +44,7 @@ class ModelUser:
         model: Name of the model.
         api_key_env: Environment variable with the endpoint's key.
         timeout_s: Timeout of one call.
-        attempts: Calls before an answer fails.
+        attempts: Calls before an answer fails. All together must end within `env.call_timeout_s`.
         temperature: Temperature of the sampling.
         max_tokens: Limit of one answer.
 
@@ -57,7 +57,7 @@ class ModelUser:
         url: str,
         model: str,
         api_key_env: str | None = None,
-        timeout_s: float = 30.0,
+        timeout_s: float = 8.0,
         attempts: int = 3,
         temperature: float = 0.0,
         max_tokens: int = 128,
