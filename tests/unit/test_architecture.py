@@ -39,7 +39,7 @@ ALLOWED = {
     "settings": {"gateway.parsing.tool_calls.registry"},
     "gateway": set(),
     "engine": set(),
-    "agents": {"rag.client"},
+    "agents": {"rag.client", "envs.adapters.library", "envs.adapters.verifiers_rows"},
     "rag": set(),
     "viewer": {"trainer.checkpoint.checkpoint", "trainer.ledger.entries", "trainer.ledger.state"},
     "plan": {
