@@ -204,7 +204,9 @@ class OpenEnv(Games):
         try:
             schema = run_apart(fetch(), LIMIT_S)["action"]
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            raise ConfigError(f"there is no OpenEnv server at {self._url}: {error or type(error).__name__}") from error
+            raise ConfigError(
+                f"there is no OpenEnv server at {self._url}: {error or type(error).__name__}"
+            ) from error
         fields = {name: one for name, one in schema.get("properties", {}).items() if name != "metadata"}
         required = [name for name in schema.get("required", fields) if name in fields]
         if action is None and len(required) != 1:
