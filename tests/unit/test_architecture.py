@@ -82,6 +82,7 @@ ALLOWED = {
     "evaluation": {
         "envs.base",
         "trainer.checkpoint.checkpoint",
+        "gateway.environments.client",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",
         "trainer.processes.servers",

@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.tools import Tool, tools_of
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, load_object
-from tidegate.service.threads import in_thread
 from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
@@ -120,22 +118,17 @@ class Environment(ABC):
         """Names of the rewards; empty if the agent's own reward is used."""
         return [reward.name for reward in self.rewards]
 
-    async def score_async(
+    async def await_rewards(
         self,
         task: Task,
         trajectory: Trajectory | None,
         output: str | None,
         messages: Sequence[Message],
         state: Any = None,
-    ) -> Scored:
-        """Scores one episode; async rewards run on the event loop, then the others together in a thread.
-
-        Arguments, result and exceptions are those of `score`.
-        """
+    ) -> dict[str, Grade]:
+        """Returns the grades of the async rewards by name. Arguments and exceptions are those of `score`."""
         arguments = self._arguments(task, trajectory, output, messages, state)
-        awaited = {r.name: await r.grade_async(arguments) for r in self.rewards if r.is_async}
-        call = partial(self.score, task, trajectory, output, messages, state, awaited)
-        return await in_thread(call, "reward")
+        return {r.name: await r.grade_async(arguments) for r in self.rewards if r.is_async}
 
     def score(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -12,12 +13,15 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
+from tidegate.errors import ConfigError
 from tidegate.evaluation.sampler import SampledAttempt
+from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.groups.rewards import Scorer
+from tidegate.service.service import LOOPBACK
 from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
 from tidegate.trainer.processes.launcher import start_processes
-from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.servers import LocalProcesses, environment_server
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.rollout.episodes import LocalEpisodes
 from tidegate.types import Outcome, Sampling, Task, Trajectory
@@ -104,14 +108,23 @@ async def direct(
     There is no gateway: the agent and the endpoint determine the sampling, and a trajectory has messages (the
     task's, and the output as the reply) but no turns or tokens.
     """
-    worker = await AgentWorker.start(
-        settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
-    )
-    try:
-        scorer = Scorer(environment.rewarders(), settings.env.reward_timeout_s)
-        yield _DirectAttempt(endpoint, worker, scorer, settings.agent.deadline_s)
-    finally:
-        await worker.close()
+    if environment.stateful:
+        raise ConfigError(
+            f"env.use = {settings.env.use!r} has states or tools, which agents reach through a gateway: "
+            "evaluate a model of your own, without --url"
+        )
+    async with contextlib.AsyncExitStack() as stack:
+        key = secrets.token_urlsafe(24)
+        service = environment_server(settings, key, directory, LOOPBACK, 0)
+        stack.push_async_callback(service.stop)
+        environments = EnvironmentClient([await service.start()], key)
+        stack.push_async_callback(environments.close)
+        await environments.start()
+        worker = await AgentWorker.start(
+            settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
+        )
+        stack.push_async_callback(worker.close)
+        yield _DirectAttempt(endpoint, worker, Scorer(environments), settings.agent.deadline_s)
 
 
 def _trajectory(task: Task, result: AgentResult) -> Trajectory:

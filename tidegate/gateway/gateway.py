@@ -64,7 +64,8 @@ class Gateway:
             options.id_prefix,
             on_new_epoch=lambda: self.finisher.cancel_older(),
         )
-        self.scorer = Scorer(options.rewarders, options.reward_timeout_s)
+        self.environments = options.environments
+        self.scorer = Scorer(self.environments)
         self.finisher = SessionFinisher(
             self.journal,
             self.sessions,
@@ -98,6 +99,8 @@ class Gateway:
         report = await asyncio.to_thread(check_conformance, self.renderer)
         log.info("chat template: %s", report.summary())
         log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
+        if self.environments is not None:
+            await self.environments.start()
         recovered = self.journal.load()
         self.groups.restore(recovered)
         self.pool.trainer_managed = recovered.trainer_managed
@@ -115,6 +118,8 @@ class Gateway:
             await asyncio.gather(self._sweeper, return_exceptions=True)
         self.threads.close()
         await self.pool.close()
+        if self.environments is not None:
+            await self.environments.close()
         await self.journal.close()
 
     def _resume_sessions(self, recovered: Recovered) -> None:

@@ -44,6 +44,10 @@ class Listen:
     listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
     """Registration elsewhere: entered with the URL once the server accepts calls, left before it exits."""
 
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
 
 def bind(listen: Listen) -> socket.socket:
     """Return a bound socket; raises StartError if the port is taken."""

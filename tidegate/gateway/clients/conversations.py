@@ -19,19 +19,16 @@ from typing import Any
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
 from tidegate.gateway.clients.protection import CallRates, check_total
-from tidegate.gateway.clients.scoring import ENVIRONMENT
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
 from tidegate.gateway.turns.request_body import LARGE
-from tidegate.types import Outcome, Task
+from tidegate.types import CONVERSATION, Outcome, Task
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 0.5
-TASK = "conversation"
-"""Task id of every conversation."""
 MAX_CONVERSATIONS = 10_000
 """Limit of the conversations that have not ended, of all clients together."""
 MAX_NOTES = 16
@@ -82,8 +79,9 @@ class Conversations:
     @property
     def _scored_by(self) -> Sequence[str]:
         """Names of the reward functions of conversations."""
-        rewarder = self._gateway.options.rewarders.get(ENVIRONMENT)
-        return () if rewarder is None else rewarder.names
+        environments = self._gateway.environments
+        info = None if environments is None else environments.info(CONVERSATION)
+        return () if info is None else info.rewards
 
     def _restore(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -159,12 +157,12 @@ class Conversations:
             )
         group_id = f"{client}.{secrets.token_hex(8)}"
         request = SessionRequest(
-            task=Task(TASK, "", []),
+            task=Task(CONVERSATION, "", []),
             sampling=self._gateway.options.client_sampling,
             deadline_s=math.inf,
             group_id=group_id,
             slot=0,
-            env=ENVIRONMENT if self._scored_by else "",
+            env=CONVERSATION if self._scored_by else "",
             candidate=self._gateway.pool.draws_candidate(group_id),
         )
         session, _ = await self._gateway.open_session(request, client, call.name or "")
@@ -321,7 +319,7 @@ class Conversations:
     def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
         """Start the task that ends a conversation whose time has come."""
         session, options = conversation.session, self._gateway.options
-        scored = session.env == ENVIRONMENT and bool(self._scored_by)
+        scored = session.env == CONVERSATION and bool(self._scored_by)
         rewarded = scored or bool(session.rewards or session.turn_rewards)
         limit_s = options.conversation_idle_s if rewarded else options.feedback_window_s
         if session.ending is None and idle_s < limit_s:
@@ -344,7 +342,7 @@ class Conversations:
         report = FinishReport() if rewarded else FinishReport(Outcome.UNREWARDED, "no feedback came in time")
         trajectory = await self._gateway.finish(session.id, report)
         if trajectory is not None and trajectory.reward is not None:
-            await self._gateway.seal(session.group_id or "", TASK, [session.id])
+            await self._gateway.seal(session.group_id or "", CONVERSATION, [session.id])
         self._forget(conversation)
 
     def _forget(self, conversation: Conversation) -> None:

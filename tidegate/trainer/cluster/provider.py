@@ -60,6 +60,13 @@ class RayProcesses:
         self._all += self._engines
         return self._engines
 
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> RemoteServer:
+        build = partial(servers.environment_server, settings, key)
+        actor = self._actor("env", ServerActor, build, restarts=servers.MAX_RESTARTS)
+        service = RemoteServer("env", actor, self._home, run_dir / "logs", port=0)
+        self._all.append(service)
+        return service
+
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> RemoteServer:

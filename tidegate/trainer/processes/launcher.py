@@ -17,6 +17,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
+from tidegate.service.api_key import ENV_KEY
 from tidegate.service.process import run_together
 from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
 from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
@@ -59,17 +60,17 @@ async def start_processes(
     if settings.agent.source == "remote" and settings.gateway.url is None:
         keys["worker_key"] = worker_key(run_dir)
     servers = provider.engines(settings, run_dir, current)
-    gateway_server = None
-    if settings.gateway.url is None:
-        gateway_server = provider.gateway(settings, run_dir, keys, journal)
     agents = AgentPool(provider.agents(settings, run_dir))
-    started = [*servers, *([gateway_server] if gateway_server is not None else [])]
-    for stop in (*(server.stop for server in started), agents.close):
+    for stop in (*(server.stop for server in servers), agents.close):
         stack.push_async_callback(stop)
 
     async def start_gateway() -> GatewayClient:
-        if gateway_server is None:
+        if settings.gateway.url is not None:
             return await _lead_gateway(settings, stack)
+        if settings.agent.source != "client":
+            keys.update(await _start_environments(settings, run_dir, supervisor, note, stack, provider))
+        gateway_server = provider.gateway(settings, run_dir, keys, journal)
+        stack.push_async_callback(gateway_server.stop)
         if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
             await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
         url = await gateway_server.start()
@@ -92,6 +93,35 @@ async def start_processes(
         supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, agents, engines)
+
+
+async def _start_environments(
+    settings: Settings,
+    run_dir: Path,
+    supervisor: TaskSupervisor,
+    note: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+    provider: ProcessProvider,
+) -> dict[str, str]:
+    """Start the environment service, unless `env.urls` names some; returns a gateway's keys for them."""
+    key = os.environ.pop(ENV_KEY, None)
+    urls = settings.env.urls
+    if not urls:
+        key = secrets.token_urlsafe(24)
+        service = provider.environments(settings, run_dir, key)
+        stack.push_async_callback(service.stop)
+        urls = [await service.start()]
+        supervisor.watch(_supervise(service, note), service.name)
+    return {"env_urls": "\n".join(urls), **({} if key is None else {"env_key": key})}
+
+
+async def _supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
+    """Restart a server whenever it exits; raises StartError after MAX_RESTARTS."""
+    while True:
+        why: str | None = await server.wait_for_exit()
+        while why is not None:
+            why = await _restart(server, why, note)
+        note(f"the {server.name} is back")
 
 
 async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:

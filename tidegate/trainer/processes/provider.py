@@ -15,11 +15,12 @@ CurrentWeights = Callable[[], tuple[Path, int]]
 
 
 GatewayKeys = Mapping[str, str]
-"""The `admin_key` of a gateway and, if workers take attempts, its `worker_key`."""
+"""The `admin_key` of a gateway; its `worker_key`, if workers take attempts; and the `env_key` of its
+environment services, with their addresses in `env_urls`, one per line."""
 
 
 class ServerProcess(Protocol):
-    """An engine or a gateway: a `Service`, or a `RemoteServer` on another node."""
+    """An engine, a gateway or an environment service: a `Service`, or a `RemoteServer` on another node."""
 
     name: str
     url: str
@@ -40,6 +41,9 @@ class ProcessProvider(Protocol):
 
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
         """Return the run's own engines; none if `engine.urls` is set."""
+
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> ServerProcess:
+        """Return the environment service with its key."""
 
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None

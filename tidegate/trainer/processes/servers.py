@@ -15,7 +15,7 @@ from tidegate.config import EngineSettings, Settings
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
-from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand, VLLMCommand
+from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
@@ -113,6 +113,16 @@ def engine_server(
     return Service("engine", arguments, directory, name=name, port=port)
 
 
+def environment_server(
+    settings: Settings, key: str, directory: Path, host: str, port: int, _: CurrentWeights | None = None
+) -> Service:
+    """Create the environment service with this key."""
+    command = EnvCommand.model_validate({"env": settings.env.model_dump(exclude={"urls"})})
+    arguments = ["serve", *arguments_of(command, "env.options"), "--host", host]
+    secrets = {"key": key, "options": settings.env.options}
+    return Service("env", lambda: arguments, directory, port=port, secrets=secrets, host=host)
+
+
 def gateway_server(
     settings: Settings,
     keys: GatewayKeys,
@@ -126,7 +136,8 @@ def gateway_server(
     arguments = gateway_arguments(settings, host)
     if journal is not None:
         arguments += ["--journal", str(journal)]
-    secrets = {**keys, "env_options": settings.env.options}
+    secrets = {name: key for name, key in keys.items() if name != "env_urls"}
+    arguments += [f"--env.urls={url}" for url in keys.get("env_urls", "").splitlines()]
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
@@ -140,7 +151,7 @@ def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
 def gateway_arguments(settings: Settings, host: str) -> list[str]:
     """Return the arguments of a gateway.
 
-    Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
+    Engines are added when they are ready; keys are passed as secrets.
     """
     gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
     sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
@@ -151,10 +162,8 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
             "deadline_s": settings.agent.deadline_s,
             **settings.sampling.model_dump(),
         }
-    else:
-        sections["env"] = settings.env.model_dump()
     command = GatewayCommand.model_validate(sections)
-    return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
+    return arguments_of(command, "gateway.port", "gateway.admin_key")
 
 
 def restart_s(settings: EngineSettings) -> float:
@@ -188,6 +197,9 @@ class LocalProcesses:
             return engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
 
         return [engine(index, name) for index, name in enumerate(engine_names(settings))]
+
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> Service:
+        return environment_server(settings, key, run_dir, self.host, 0)
 
     def gateway(self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None) -> Service:
         gateway = settings.gateway
