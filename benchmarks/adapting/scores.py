@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from tidegate.envs.base import Done, Environment, load_environment
@@ -13,26 +18,39 @@ from tidegate.types import Message, Task
 EPISODES = 200
 LIMIT = 200
 """Turns of an episode at most."""
-Policy = Callable[[random.Random, str], str]
+PEERS = Path(__file__).with_name("peers")
+"""Environments of verifiers, and servers of OpenEnv and MCP, that need no download."""
+Policy = Callable[[random.Random, str], "str | Message"]
 """`policy(random, observation)` returns the agent's reply."""
 
 
 async def through_tidegate(environment: Environment, task: Task, policy: Policy) -> float:
-    """Plays an episode as a gateway does; returns its reward."""
+    """Plays an episode as a gateway and the agent `chat` do; returns its reward."""
     generator = random.Random(task.id)
     state = await environment.setup(task)
     messages: list[Message] = list(task.messages)
     try:
         for _ in range(LIMIT):
-            messages.append({"role": "assistant", "content": policy(generator, messages[-1]["content"])})
+            reply = policy(generator, messages[-1]["content"])
+            messages.append({"role": "assistant", "content": reply} if isinstance(reply, str) else reply)
+            if calls := messages[-1].get("tool_calls"):
+                messages += [await _called(environment, state, call) for call in calls]
+                continue
             answer = await environment.respond(state, messages[-1])
             if isinstance(answer, Done):
                 break
             messages.append({"role": "user", "content": answer} if isinstance(answer, str) else answer)
         output = next(one["content"] for one in reversed(messages) if one["role"] == "assistant")
-        return (await environment.score_async(task, None, output, messages, state)).reward
+        awaited = await environment.await_rewards(task, None, output, messages, state)
+        return environment.score(task, None, output, messages, state, awaited).reward
     finally:
         await environment.teardown(state)
+
+
+async def _called(environment: Environment, state: Any, call: Any) -> Message:
+    tool = next(tool for tool in environment.tools() if tool.name == call["function"]["name"])
+    result = await tool.fn(state, json.loads(call["function"]["arguments"]))
+    return {"role": "tool", "tool_call_id": call["id"], "content": result}
 
 
 def tidegate_scores(environment: Environment, policy: Policy, number: int) -> list[tuple[Task, float]]:
@@ -145,7 +163,100 @@ def textarena(number: int = EPISODES) -> list[tuple[float, float]]:
     return pairs
 
 
-SCORES = {"reasoning_gym": reasoning_gym, "gymnasium": gymnasium, "textarena": textarena}
+def verifiers(number: int = EPISODES) -> list[tuple[float, float]]:
+    """Rewards of a single-turn, a multi-turn and a tool environment."""
+    if str(PEERS) not in sys.path:
+        sys.path.insert(0, str(PEERS))
+    import verifiers as library
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    from tidegate.envs.adapters.verifiers import as_response
+    from tidegate.envs.adapters.verifiers_rows import row_of
+
+    class Scripted(OpenAIChatCompletionsClient):
+        def __init__(self, policy: Policy, task: Task) -> None:
+            super().__init__(None)
+            self.policy, self.generator = policy, random.Random(task.id)
+
+        async def get_response(self, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
+            reply = self.policy(self.generator, prompt[-1]["content"])
+            message = {"content": reply} if isinstance(reply, str) else reply
+            return as_response(library.types, message, model)
+
+    def mirrored(generator: random.Random, word: str) -> str:
+        return word[::-1] if generator.random() < 0.5 else "".join(generator.choices(word, k=4))
+
+    def guess(generator: random.Random, _observation: str) -> str:
+        return generator.choice("0123456789")
+
+    def added(generator: random.Random, observation: str) -> str | Message:
+        if "=" not in observation:
+            return observation if generator.random() < 0.7 else "0"
+        a, _, b, *_ = observation.split()
+        call = {"name": "add", "arguments": json.dumps({"a": int(a), "b": int(b)})}
+        return {
+            "role": "assistant", "content": "",
+            "tool_calls": [{"id": "call", "type": "function", "function": call}],
+        }  # fmt: skip
+
+    pairs = []
+    parts: tuple[tuple[str, Policy, int], ...] = (
+        ("mirror-words", mirrored, number // 2),
+        ("guess-digit", guess, number // 4),
+        ("adding-tool", added, number // 4),
+    )
+    for id, policy, episodes in parts:
+        environment: Any = load_environment(f"verifiers:{id}", {"held_out": episodes // 2})
+        theirs = library.load_environment(id)
+        for task, score in tidegate_scores(environment, policy, episodes):
+            row = row_of(theirs, task.id)
+            rollout = theirs.run_rollout(row, Scripted(policy, task), "policy", {})
+            pairs.append((score, float(asyncio.run(rollout)["reward"])))
+    return pairs
+
+
+@contextlib.contextmanager
+def openenv_server() -> Iterator[str]:
+    """Runs the OpenEnv server of `peers`; gives its address."""
+    command = [sys.executable, str(PEERS / "openenv_server.py")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield server.stdout.readline().strip()
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def openenv(number: int = EPISODES) -> list[tuple[float, float]]:
+    """Rewards of random letters on a real server, by its own client and through Tidegate."""
+    from openenv import GenericEnvClient
+
+    def letter(generator: random.Random, _observation: str) -> str:
+        return generator.choice("abcdefgh")
+
+    async def theirs(url: str, task: Task) -> float:
+        generator, total = random.Random(task.id), 0.0
+        async with GenericEnvClient(base_url=url) as client:
+            result = await client.reset(seed=task.info["seed"])
+            while not result.done:
+                result = await client.step({"text": letter(generator, "")})
+                total += result.reward or 0.0
+        return total
+
+    with openenv_server() as url:
+        environment = load_environment(f"openenv:{url}", {"held_out": number // 2, "tasks": number})
+        played = tidegate_scores(environment, letter, number)
+        return [(score, asyncio.run(theirs(url, task))) for task, score in played]
+
+
+SCORES = {
+    "verifiers": verifiers,
+    "reasoning_gym": reasoning_gym,
+    "textarena": textarena,
+    "gymnasium": gymnasium,
+    "openenv": openenv,
+}
 
 
 def mismatches(pairs: list[tuple[float, float]]) -> int:

@@ -180,12 +180,12 @@ class Verifiers(VerifiersRows):
                 reply = await self.rollout.replies.get()
                 if reply is None:
                     raise errors.OverlongPromptError("the agent ended the episode")
-                return _response(types, reply, model)
+                return as_response(types, reply, model)
 
         return AgentClient
 
 
-def _response(types: Any, reply: Message, model: str) -> Any:
+def as_response(types: Any, reply: Message, model: str) -> Any:
     """Returns the agent's reply as a response of verifiers' model client."""
     calls = [
         types.ToolCall(id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
