@@ -40,7 +40,7 @@ ALLOWED = {
     "settings": {"gateway.parsing.tool_calls.registry"},
     "gateway": set(),
     "engine": set(),
-    "agents": {"rag.client"},
+    "agents": {"rag.client", "envs.adapters.library", "envs.adapters.verifiers_rows"},
     "rag": set(),
     "viewer": {
         "evaluation.stats",
