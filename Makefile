@@ -48,7 +48,7 @@ test-slow: install  ## the slow suite (under thirty minutes)
 
 # Environments of the clients' own: what their users have, which need not go together with what is ours.
 CLIENTS := openai2 openai3 frameworks frameworks-openai2 frameworks-openai3 agents-litellm agents-openai2 agents-openai3 \
-	schemathesis
+	mcp1 schemathesis
 test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  ## SDKs, frameworks and command-line agents, unchanged
 	$(BIN)/python -m pytest -m clients --timeout 300 tests/clients
 

@@ -21,6 +21,8 @@ class HttpEnvironments:
         self.url = url
         self._infos = infos
 
+    async def start(self) -> None: ...
+
     def info(self, env: str) -> EnvironmentInfo | None:
         return self._infos.get(env)
 

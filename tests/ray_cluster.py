@@ -98,7 +98,7 @@ class RayCluster:
 
     def tidegates(self) -> list[int]:
         """Pids of the processes of runs: servers, agents, ranks, and the actors that own them."""
-        marks = ("tidegate", "ServerActor", "AgentActor", "RankActor", "ray::RunActor", "sglang")
+        marks = ("tidegate", "ServerActor", "RankActor", "ray::RunActor", "sglang")
         return [
             pid for pid, command in self.processes().items() if any(one in " ".join(command) for one in marks)
         ]

@@ -40,6 +40,7 @@ BUILT_IN = {
     "search": "tidegate.agents.search:SearchAgent",
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
+    "verifiers": "tidegate.agents.verifiers:VerifiersAgent",
 }
 
 

@@ -22,6 +22,16 @@ BUILT_IN = {
     "search_qa": "tidegate.envs.search.search_qa:SearchQA",
 }
 
+ADAPTERS = {
+    "gymnasium": "tidegate.envs.adapters.gymnasium:Gymnasium",
+    "mcp": "tidegate.envs.adapters.mcp:McpTools",
+    "openenv": "tidegate.envs.adapters.openenv:OpenEnv",
+    "reasoning_gym": "tidegate.envs.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "tidegate.envs.adapters.textarena:TextArena",
+    "verifiers": "tidegate.envs.adapters.verifiers:Verifiers",
+}
+"""Prefixes of `env.use` that name an environment of another library: `"textarena:Nim-v0"`."""
+
 RESERVED_NAMES = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all_failed_ratio")
 """Names that a reward cannot have, because `reward/<name>` is a metric over all rewards."""
 
@@ -208,14 +218,22 @@ def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
     """Loads the environment that the settings name.
 
     Args:
-        use: A built-in name, `file.py:Name`, or `module:Name` of a class or an instance.
+        use: A built-in name, `file.py:Name`, `module:Name` of a class or an instance, or a key of ADAPTERS
+            with a colon and the environment's name in that library.
         options: Arguments of the class's constructor.
 
     Raises:
         ConfigError: The environment cannot be loaded, does not take an option, or its rewards' names are
             reserved or not distinct.
     """
-    loaded = load_object(use, BUILT_IN, "environment")
+    library, _, id = use.partition(":")
+    if library in ADAPTERS:
+        if not id:
+            raise ConfigError(f"env.use = {use!r} names no environment: write '{library}:<environment>'")
+        if "id" in options:
+            raise ConfigError(f"the environment {use!r} has no option 'id': env.use names it")
+        options = {"id": id, **options}
+    loaded = load_object(ADAPTERS.get(library, use), BUILT_IN, "environment")
     if isinstance(loaded, type) and issubclass(loaded, Environment):
         environment = construct(loaded, options, f"environment {use!r}")
     elif options:

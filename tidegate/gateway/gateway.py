@@ -79,7 +79,9 @@ class Gateway:
             grace_s=options.grace_s,
             retention_s=options.retention_s,
         )
-        self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher, self.states)
+        self.attempts = AttemptQueue(
+            self.journal, self.sessions, self.finisher, self.states, options.id_prefix
+        )
         self.pool = EnginePool(options.pool, self.fail)
         prompts = PromptBuilder(
             self.renderer,

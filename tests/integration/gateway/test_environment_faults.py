@@ -25,6 +25,7 @@ from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.environments import calls, states
 from tidegate.gateway.environments.base import EpisodeLostError
+from tidegate.gateway.sessions import session as session_module
 from tidegate.types import Outcome
 
 ASK: list[Any] = [*TASK.messages]
@@ -58,6 +59,11 @@ def torn_down(service: LocalEnvironments, session: Session) -> Callable[[], bool
     return lambda: ("teardown", id_of(session)) in service.events and not service.states
 
 
+def expire_soon(stage: Stage, session: Session) -> None:
+    """Moves a session's deadline, so that no slow machine passes it earlier."""
+    stage.gateway.session(id_of(session)).deadline = asyncio.get_running_loop().time() + 0.2
+
+
 # -- states that are not there -------------------------------------------------------------------
 
 
@@ -84,7 +90,7 @@ async def test_a_setup_without_a_state_is_an_infra_error(
         with pytest.raises(openai.APIStatusError, match=why) as refused:
             await use
         assert refused.value.status_code == 424
-    assert time.monotonic() - started < 5, "the SDK does not repeat such a call"
+    assert time.monotonic() - started < 15, "the SDK does not repeat such a call"
     trajectory = await finished(stage, session, **report)
     assert (trajectory.outcome, trajectory.reward) == (Outcome.INFRA_ERROR, None)
     assert why in str(trajectory.error)
@@ -159,6 +165,23 @@ async def test_large_arguments_and_names_are_refused(stage: Stage, service: Loca
     assert service.calls == 0
 
 
+@pytest.mark.parametrize("budget", ["calls", "bytes"])
+async def test_a_budget_of_tool_calls_truncates_the_episode(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, budget: str
+) -> None:
+    if budget == "bytes":
+        monkeypatch.setattr(session_module, "MAX_RECORDED", 150)
+    session = await opened(stage, limits={"tool_calls": 2} if budget == "calls" else {})
+    await ask(session)
+    for number in (1, 2):
+        await session.call(call("read", str(number)))
+    with pytest.raises(openai.PermissionDeniedError, match="budget is exhausted"):
+        await session.call(call("read", "3"))
+    assert (await session.call(call("read", "2")))["content"] == "é" * 10, "a repeated call is no new one"
+    trajectory = await finished(stage, session, outcome="agent_error")
+    assert (trajectory.outcome, len(trajectory.tool_calls)) == (Outcome.TRUNCATED, 2)
+
+
 async def test_a_call_that_does_not_return_ends_with_the_session(
     stage: Stage, service: LocalEnvironments
 ) -> None:
@@ -179,11 +202,14 @@ async def test_a_call_that_does_not_return_ends_with_the_session(
 
 
 async def test_a_call_ends_at_the_deadline(stage: Stage, service: LocalEnvironments) -> None:
-    session = await opened(stage, deadline_s=0.5)
+    session = await opened(stage)
     await session.call(call("read"))
     service.hold = asyncio.Event()
+    calling = asyncio.create_task(session.call(call("enter", "2", digit=4)))
+    await eventually(lambda: service.calls == 2)
+    expire_soon(stage, session)
     with pytest.raises(openai.APIStatusError, match="its deadline passed") as refused:
-        await session.call(call("enter", "2", digit=4))
+        await calling
     assert refused.value.status_code == 410
     await eventually(torn_down(service, session))
 
@@ -229,7 +255,7 @@ async def test_a_call_that_cannot_be_recorded_is_repeated(
 
 @pytest.mark.parametrize("end", ["deleted", "dropped", "erased", "expired"])
 async def test_every_end_releases_the_state(stage: Stage, service: LocalEnvironments, end: str) -> None:
-    session = await opened(stage, group_id="g", deadline_s=0.4 if end == "expired" else 20.0)
+    session = await opened(stage, group_id="g")
     await session.call(call("read"))
     assert service.states
     if end == "deleted":
@@ -239,6 +265,8 @@ async def test_every_end_releases_the_state(stage: Stage, service: LocalEnvironm
         assert len(trajectory.tool_calls) == 1
     elif end == "erased":
         await stage.gateway.erase("g")
+    else:
+        expire_soon(stage, session)
     await eventually(torn_down(service, session))
     await eventually(lambda: len(stage.gateway.sessions) == 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import openai
 import pytest
 
+from tests import REPO
 from tests.environments import TASK, LocalEnvironments, Safe
 from tests.fakes import Stage, eventually, staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.base import Session
 from tidegate.agents.chat import ChatAgent
+from tidegate.envs.base import Environment
 from tidegate.gateway.client import SessionAccess
 from tidegate.types import Outcome, Task, Trajectory
 
@@ -139,3 +142,34 @@ async def test_the_first_calls_wait_for_the_setup(stage: Stage, service: LocalEn
     service.hold.set()
     assert await calls[0] == "hello"
     assert (await calls[1])["content"] == "closed"
+
+
+def documented() -> Environment:
+    """The example of docs/environments.md."""
+    text = (REPO / "docs" / "environments.md").read_text(encoding="utf-8")
+    [code] = [one for one in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Safe" in one]
+    names: dict[str, Any] = {"__name__": "safe"}
+    exec(compile(code, "safe.py", "exec"), names)
+    made: Environment = names["Safe"]()
+    return made
+
+
+async def test_the_documented_example_runs(tmp_path: Path) -> None:
+    environment = documented()
+    assert not {environment.train_task(n).id for n in range(90)} & {
+        one.id for one in environment.eval_sets()[""]
+    }
+    task, service = environment.train_task(47), LocalEnvironments(environment)
+    async with staged(make_model_dir(tmp_path / "tiny", "qwen3"), environments=service) as stage:
+        for text in (
+            tool_call_text("enter", digit=7), "So?", tool_call_text("enter", digit=11),
+            tool_call_text("enter", digit=4), "It is open.",
+        ):  # fmt: skip
+            stage.say(text)
+        session = await opened(stage, task=task)
+        output = await ChatAgent().run(task.view(), session)
+        assert output == "It is open."
+        results = [one.result for one in stage.gateway.session(id_of(session)).tool_calls.recorded]
+        assert results == ["closed", "11 is not a digit", "open"]
+        state = service.states[id_of(session)]
+        assert environment.score(task, None, output, [], state).reward == 1.0

@@ -16,7 +16,7 @@ from tests.service_desk import converse, says
 from tidegate.envs.base import Done, load_environment
 from tidegate.envs.customer_service.customer_service import CustomerService
 from tidegate.envs.customer_service.database import Database
-from tidegate.envs.customer_service.scenario import Scenario, held_out_pair, make_scenario, pool
+from tidegate.envs.customer_service.scenario import UserScenario, held_out_pair, make_scenario, pool
 from tidegate.envs.customer_service.scripted_user import INSISTENCE, UNCLEAR, ScriptedUser
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.types import Task
@@ -71,7 +71,7 @@ def test_held_out_tasks_have_other_names_numbers_items_and_pairs() -> None:
             *(one.address.split()[0] for one in orders),
         }  # fmt: skip
 
-    def scenarios(tasks: Sequence[Task]) -> list[Scenario]:
+    def scenarios(tasks: Sequence[Task]) -> list[UserScenario]:
         return [make_scenario(**task.info) for task in tasks]
 
     sets = SHOP.eval_sets()

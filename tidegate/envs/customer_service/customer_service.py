@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from tidegate.envs.base import Done, Environment
 from tidegate.envs.customer_service.database import Database
 from tidegate.envs.customer_service.model_user import ModelUser
-from tidegate.envs.customer_service.scenario import Scenario, ScenarioSet, make_scenario
+from tidegate.envs.customer_service.scenario import ScenarioSet, UserScenario, make_scenario
 from tidegate.envs.customer_service.scripted_user import ScriptedUser, opening, refuses
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.tools import ToolError, tool
@@ -39,7 +39,7 @@ MOST_REPLIES = 20
 class ServiceEpisode:
     """State of an episode."""
 
-    scenario: Scenario
+    scenario: UserScenario
     database: Database
     user: ScriptedUser
     """Unused if a model plays the user."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tidegate.envs.customer_service.scenario import Scenario, Wish
+from tidegate.envs.customer_service.scenario import UserScenario, Wish
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.types import Message
 
@@ -81,7 +81,7 @@ class ModelUser:
             weakref.WeakKeyDictionary()
         )
 
-    async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> str | None:
+    async def answer(self, scenario: UserScenario, messages: Sequence[Message]) -> str | None:
         """Returns the user's next message; None: the user ends the conversation.
 
         Args:
@@ -134,7 +134,7 @@ class ModelUser:
         return self._clients[loop]
 
 
-def instructions(scenario: Scenario) -> str:
+def instructions(scenario: UserScenario) -> str:
     """Returns the model's system prompt."""
     return PROMPT.format(
         name=scenario.name,

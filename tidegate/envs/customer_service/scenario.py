@@ -55,7 +55,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class UserScenario:
     database: Database
     """The database at the start; it is not to be changed."""
     name: str
@@ -98,7 +98,7 @@ def grant(wish: Wish, database: Database) -> None:
     changes[wish.kind]()
 
 
-class Pool(NamedTuple):
+class NamePool(NamedTuple):
     """Names, numbers and items of one half of the world: held out, or not."""
 
     names: list[str]
@@ -107,13 +107,13 @@ class Pool(NamedTuple):
 
 
 @cache
-def pool(held_out: bool) -> Pool:
+def pool(held_out: bool) -> NamePool:
     """Returns the names, numbers and items that are held out, or those that are not."""
 
     def part(names: Iterator[str]) -> list[str]:
         return [name for name in names if held_out_name(name) == held_out]
 
-    return Pool(
+    return NamePool(
         part(iter(all_names())),
         part(str(number) for number in range(1000, 10_000)),
         part(f"{colour} {thing}" for colour, thing in product(COLOURS, THINGS)),
@@ -125,7 +125,7 @@ def held_out_pair(first: Kind, second: Kind) -> bool:
     return (KINDS.index(first) + 2 * KINDS.index(second)) % 3 == 0
 
 
-def make_scenario(seed: int | str, part: ScenarioSet, index: int) -> Scenario:
+def make_scenario(seed: int | str, part: ScenarioSet, index: int) -> UserScenario:
     """Returns a scenario; the same arguments always give the same one.
 
     Args:
@@ -149,7 +149,7 @@ def make_scenario(seed: int | str, part: ScenarioSet, index: int) -> Scenario:
         zip_code = rng.choice([one.zip_code for key, one in database.customers.items() if key != number])
     introduced = rng.random() < INTRODUCED_SHARE
     nameless, insists = rng.random() < NAMELESS_SHARE, rng.random() < INSIST_SHARE
-    return Scenario(database, customer.name, zip_code, tuple(wishes), introduced, nameless, insists)
+    return UserScenario(database, customer.name, zip_code, tuple(wishes), introduced, nameless, insists)
 
 
 def _kinds(rng: Random, part: ScenarioSet) -> tuple[Kind, ...]:
@@ -159,7 +159,7 @@ def _kinds(rng: Random, part: ScenarioSet) -> tuple[Kind, ...]:
     return (rng.choice(KINDS),)
 
 
-def _database(rng: Random, words: Pool) -> Database:
+def _database(rng: Random, words: NamePool) -> Database:
     count = CUSTOMERS * ORDERS
     names, items = rng.sample(words.names, CUSTOMERS + count), rng.sample(words.items, count + 8)
     numbers = rng.sample(words.numbers, 2 * CUSTOMERS + count)
@@ -184,7 +184,7 @@ def _database(rng: Random, words: Pool) -> Database:
     )
 
 
-def _wish(rng: Random, kind: Kind, order: str, database: Database, words: Pool, *, alone: bool) -> Wish:
+def _wish(rng: Random, kind: Kind, order: str, database: Database, words: NamePool, *, alone: bool) -> Wish:
     """Draws a wish, and gives the order the status that allows or forbids it."""
     forbidden = rng.choice(_reasons(kind, alone)) if rng.random() < FORBIDDEN_SHARE else None
     customer = database.orders[order].customer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tidegate.envs.customer_service.scenario import Kind, Scenario, Wish
+from tidegate.envs.customer_service.scenario import Kind, UserScenario, Wish
 
 ORDERED: dict[Kind, str] = {
     "cancel": "please cancel {order}.",
@@ -33,7 +33,7 @@ _ASKED = {
 }
 
 
-def opening(scenario: Scenario) -> str:
+def opening(scenario: UserScenario) -> str:
     """Returns the user's first message."""
     first = scenario.wishes[0]
     order = "my order" if scenario.nameless else f"order {first.order}"
@@ -53,7 +53,7 @@ class ScriptedUser:
         scenario: The scenario of the episode.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: UserScenario) -> None:
         self._scenario = scenario
         self._wish = 0
         self._insists = scenario.insists
@@ -110,7 +110,7 @@ def _asks(sentence: str) -> bool:
     return _REQUEST.search(sentence) is not None and _CLOSING.search(sentence) is None
 
 
-def _introduction(scenario: Scenario) -> str:
+def _introduction(scenario: UserScenario) -> str:
     return f"I am {scenario.name}, zip code {scenario.zip_code}."
 
 

@@ -15,7 +15,7 @@ from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.errors import environment_failure
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.sessions.session import GatewaySession, check_tool_calls
 from tidegate.types import Message, ToolCall
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class EnvironmentCalls:
             key: A repeated call with the same key returns the first one's result.
 
         Raises:
-            ApiError: The environment's state is lost.
+            ApiError: The environment's state is lost, or a budget of the session is exhausted.
             GatewayError: The session is over (410), the call cannot be recorded (503), or it is too large.
         """
         _check_arguments(name, arguments)
@@ -62,6 +62,7 @@ class EnvironmentCalls:
         if isinstance(earlier, ToolCall):
             return ToolResult(earlier.result, earlier.error)
         if earlier is None:
+            check_tool_calls(session)
             earlier = asyncio.create_task(self._record(session, name, arguments, key), name=f"tool {name}")
             session.tool_calls.start_call(earlier, key, name, arguments)
         call = await self._result(session, earlier)
@@ -103,25 +104,31 @@ class EnvironmentCalls:
         newest = session.tree.newest()
         turn = None if newest is None else newest.turn.index
         started, clock = time.time(), time.perf_counter()
-        result = await self._call(session, name, arguments, key)
+        names = [tool["function"]["name"] for tool in self.tools(session)]
+        result = await self._call(session, name, arguments, key, names)
         call = ToolCall(
             name, dict(arguments), bounded(result.content), result.error, turn, started,
-            time.perf_counter() - clock,
+            time.perf_counter() - clock, name in names,
         )  # fmt: skip
         number = session.tool_calls.numbers
         session.tool_calls.numbers += 1
         await self._journal.tool_called(session, number, call, key)
-        session.tool_calls.recorded.append(call)
-        label = name if name in self._names(session) else UNKNOWN
+        session.tool_calls.add(call)
+        label = name if call.known else UNKNOWN
         self._metrics.tool_calls[label] += 1
         self._metrics.tool_errors[label] += call.error
         self._metrics.tool_seconds.observe(call.seconds)
         return call
 
     async def _call(
-        self, session: GatewaySession, name: str, arguments: Mapping[str, Any], key: str | None
+        self,
+        session: GatewaySession,
+        name: str,
+        arguments: Mapping[str, Any],
+        key: str | None,
+        names: Sequence[str],
     ) -> ToolResult:
-        names, service = self._names(session), self._states.service
+        service = self._states.service
         if service is None or name not in names:
             known = f"the tools are {', '.join(names)}" if names else "this episode has no tools"
             return ToolResult(f"there is no tool {name!r}; {known}", error=True)
@@ -133,9 +140,6 @@ class EnvironmentCalls:
         except EpisodeLostError as error:
             self._states.lose(session, str(error))
             raise environment_failure(str(session.state_lost)) from error
-
-    def _names(self, session: GatewaySession) -> list[str]:
-        return [tool["function"]["name"] for tool in self.tools(session)]
 
 
 def bounded(text: str) -> str:

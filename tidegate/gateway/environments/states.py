@@ -13,8 +13,8 @@ from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.sessions.session import GatewaySession
 
 log = logging.getLogger("tidegate.gateway")
-SETUP_S = 120.0
-"""Limit of the setup of one state."""
+SETUP_S = 600.0
+"""Limit of the setup of one state; the environment service has shorter ones of its own."""
 TEARDOWN_S = 60.0
 """Limit of the release of one state."""
 SCORING_S = 1800.0

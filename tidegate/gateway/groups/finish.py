@@ -7,7 +7,6 @@ import logging
 from dataclasses import replace
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.environments.tool_metrics import tool_metrics
 from tidegate.gateway.groups.rewards import Scorer
@@ -98,13 +97,10 @@ class SessionFinisher:
         if (info := self._states.info(session)) is not None and (info.tools or trajectory.tool_calls):
             trajectory.metrics |= tool_metrics(trajectory.tool_calls)
         lost = await self._states.settle(session)
-        if lost is None or trajectory.outcome is Outcome.CANCELLED:
-            try:
-                await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
-            except EpisodeLostError as error:
-                lost = str(error)
         if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
-            trajectory.outcome, trajectory.error, trajectory.reward = Outcome.INFRA_ERROR, lost, None
+            trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
+        else:
+            await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
 
     def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
         """Let a failed finish be retried; waiting callers receive its exception."""
@@ -130,6 +126,8 @@ class SessionFinisher:
     def impose(self, session: GatewaySession, report: FinishReport, now: float) -> None:
         """End a session that its agent did not finish; a reply in doubt stays undelivered."""
         session.ending = replace(decide(session, report, now), imposed=True)
+        if session.on_stop is not None:
+            session.on_stop(session)
         session.close(session.ending.error or "it was ended")
         self.start_finishing(session)
 

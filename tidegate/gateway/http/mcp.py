@@ -65,18 +65,16 @@ class McpServer:
 
                 server = _server(self._gateway)
                 self._manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
-                ready = asyncio.Event()
+                ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._serving = asyncio.create_task(_serve(self._manager, ready), name="MCP server")
-                await asyncio.wait((self._serving, waiting := asyncio.ensure_future(ready.wait())),
-                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
-                waiting.cancel()
+                await asyncio.wait((self._serving, ready), return_when=asyncio.FIRST_COMPLETED)
             return self._manager
 
 
-async def _serve(manager: StreamableHTTPSessionManager, ready: asyncio.Event) -> None:
+async def _serve(manager: StreamableHTTPSessionManager, ready: asyncio.Future[None]) -> None:
     """Owns the tasks of the SDK until it is cancelled."""
     async with manager.run():
-        ready.set()
+        ready.set_result(None)
         await asyncio.Event().wait()
 
 

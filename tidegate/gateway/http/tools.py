@@ -6,8 +6,8 @@ import orjson
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tidegate.errors import GatewayError
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.http.response import respond
@@ -41,10 +41,8 @@ async def _call(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
 async def _respond(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     headers = dict(scope["headers"])
     session = authenticate(gateway, scope, headers)
-    message = parse(await read_body(receive)).get("message")
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise GatewayError('the body must be {"message": {"role": …, "content": …}}', status=400)
-    response = await gateway.environments.respond(session, message, _idempotency_key(headers))
+    reply = schemas.read(schemas.AgentReply, await read_body(receive)).message
+    response = await gateway.environments.respond(session, reply, _idempotency_key(headers))
     await respond(send, 200, orjson.dumps({"message": response.message, "done": response.done}))
 
 

@@ -99,6 +99,8 @@ def ending_row(ending: SessionResult, at: float) -> str:
 def read_ending(row: str, loop_offset: float) -> SessionResult:
     ending = json.loads(row)
     ending["outcome"] = Outcome(ending["outcome"])
+    reported = ending.get("reported")
+    ending["reported"] = None if reported is None else Outcome(reported)
     ending["at"] += loop_offset
     return SessionResult(**ending)
 

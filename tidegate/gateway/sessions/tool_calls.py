@@ -6,8 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from tidegate.errors import GatewayError
 from tidegate.types import ToolCall
+
+MAX_RECORDED = 64 * 2**20
+"""Bytes of one session's recorded calls at which it may call no more tools."""
 
 
 class KeyedCall(NamedTuple):
@@ -25,6 +30,8 @@ class SessionToolCalls:
     def __init__(self) -> None:
         self.recorded: list[ToolCall] = []
         """In the order in which they ended."""
+        self.size = 0
+        """Bytes of the recorded calls."""
         self.numbers = 0
         """Number of the next call in the journal."""
         self.running: set[asyncio.Task[Any]] = set()
@@ -66,9 +73,14 @@ class SessionToolCalls:
             call = task.result()
             self._by_key[key] = KeyedCall(call.name, self._by_key[key].arguments, call)
 
+    def add(self, call: ToolCall) -> None:
+        """Adds a call that is in the journal."""
+        self.recorded.append(call)
+        self.size += len(msgspec.msgpack.encode(call))
+
     def restore(self, number: int, call: ToolCall, key: str | None) -> None:
         """Adds a call from the journal."""
-        self.recorded.append(call)
+        self.add(call)
         self.numbers = number + 1
         if key is not None:
             self._by_key[key] = KeyedCall(call.name, call.arguments, call)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +25,6 @@ from tidegate.trainer.cluster.environment import (
 )
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.cluster.run_actor import MAX_EVENTS, ObserverRelay, replay
-from tidegate.trainer.processes.agent_worker import AgentPool, AgentResult
-from tidegate.types import TaskView
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -148,58 +144,6 @@ def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
     news = relay.take_events()
     assert len(news) == MAX_EVENTS
     assert news[-1] == ("note", (str(MAX_EVENTS + 4),))
-
-
-class Member:
-    """Runs until it is let go."""
-
-    def __init__(self) -> None:
-        self.jobs: list[str] = []
-        self.closed = False
-        self.go = asyncio.Event()
-
-    async def open(self) -> None: ...
-
-    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
-        self.jobs.append(job_id)
-        await self.go.wait()
-        return AgentResult(output=access["base_url"])
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-async def test_each_run_goes_to_the_process_that_has_the_fewest() -> None:
-    members = [Member(), Member(), Member()]
-    crew = AgentPool(members)  # type: ignore[arg-type]
-    view = TaskView("t", [])
-    running = [asyncio.create_task(crew.run(str(number), view, base_url="u")) for number in range(7)]
-    await asyncio.sleep(0)
-    assert [len(member.jobs) for member in members] == [3, 2, 2]
-    members[1].go.set()
-    await asyncio.gather(running[1], running[4])
-    late = asyncio.create_task(crew.run("late", view, base_url="u"))
-    await asyncio.sleep(0)
-    assert members[1].jobs[-1] == "late"
-    for one in (running[0], running[3]):  # cancelled runs are over, too
-        one.cancel()
-    await asyncio.gather(*running[0:1], running[3], return_exceptions=True)
-    members[0].go.set()
-    members[2].go.set()
-    assert (await late).output == "u"
-    await asyncio.gather(*running, return_exceptions=True)
-    assert crew._runs == [0, 0, 0]
-    await crew.close()
-    assert all(member.closed for member in members)
-
-
-async def test_an_agent_that_one_process_cannot_load_is_reported() -> None:
-    class Failing(Member):
-        async def open(self) -> None:
-            raise StartError("no such agent")
-
-    with pytest.raises(StartError, match="no such agent"):
-        await AgentPool([Member(), Failing()]).open()  # type: ignore[list-item]
 
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
