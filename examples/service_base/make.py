@@ -31,7 +31,7 @@ from tidegate.types import Task
 
 SEED = 17
 BATCH = 32
-STAGES = (("copies", 200), ("bare", 140), ("whole", 60))
+STAGES = (("copies", 320), ("bare", 140), ("whole", 60))
 """Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
 policy's text, which is the longest message and always the same; whole conversations."""
 SORTED = 4
@@ -120,7 +120,7 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
 def encode(
     tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any
 ) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, and a mask of the agent's tokens. It equals `recipe.encode`, but renders once."""
+    """Ids of a conversation, and a mask of the agent's tokens: as `recipe.encode`, but rendered once."""
     ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     begin = tokenizer.encode("<|im_start|>assistant\n")
     end = tokenizer.eos_token_id
