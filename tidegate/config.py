@@ -130,7 +130,7 @@ class TrainerSettings(SettingsSection):
     """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
     gloo). The files are written in either case, for engines that restart."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Failures of one slot, other than `infra_error`, before the slot is given up and its task quarantined."""
+    """Failures of one slot, other than `infra_error`, before it is given up and its task quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """Times that a task is issued again after its group became stale, before another task replaces it."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
