@@ -226,6 +226,8 @@ class ToolCall:
     """Unix time of the call."""
     seconds: float = 0.0
     """Duration of the call."""
+    known: bool = True
+    """Whether the environment has a tool of this name."""
 
 
 @dataclass(slots=True)

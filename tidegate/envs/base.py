@@ -15,6 +15,7 @@ from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
     "arithmetic": "tidegate.envs.arithmetic:Arithmetic",
+    "customer_service": "tidegate.envs.customer_service.customer_service:CustomerService",
     "dataset": "tidegate.envs.datasets.dataset:Dataset",
     "gsm8k": "tidegate.envs.datasets.gsm8k:GSM8K",
     "mixture": "tidegate.envs.mixture:Mixture",

@@ -232,6 +232,8 @@ class DefaultLimits(SettingsSection):
     """Seconds from the opening of a session in which calls may start."""
     calls: Annotated[int, Field(ge=1)] | None = None
     """Limit of a session's concurrent calls."""
+    tool_calls: Annotated[int, Field(ge=1)] | None = None
+    """Limit of a session's calls of its environment's tools."""
 
 
 class ClientEpisodes(SettingsSection):
@@ -251,7 +253,7 @@ class GatewayCommand(SettingsSection):
     """Settings of `tidegate gateway`."""
 
     renamed: ClassVar[Mapping[str, str]] = {
-        "limit": "limits.turns (or tokens, seconds, calls)",
+        "limit": "limits.turns (or tokens, seconds, calls, tool_calls)",
         "engine": "engine.urls",
     }
 

@@ -55,7 +55,7 @@ class Gymnasium(Games):
 
     Args:
         id: Name of the environment, such as `FrozenLake-v1`.
-        make: Arguments of `gymnasium.make`.
+        make: Arguments of `make` of gymnasium.
         wrapper: `file.py:function` that returns the environment wrapped, for example with spaces of texts.
         actions: Words for the actions 0, 1, ….
         prompt: Template of the prompt, with `{observation}` and `{actions}`.

@@ -22,7 +22,7 @@ from tidegate.types import Message, Task
 
 
 @dataclass
-class Rollout:
+class VerifiersRollout:
     """The state of an episode: a rollout of the library that waits for the agent's next reply."""
 
     prompts: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
@@ -107,8 +107,8 @@ class Verifiers(VerifiersRows):
             for one in self.library.tool_defs
         ]
 
-    async def setup(self, task: Task) -> Rollout:
-        rollout = Rollout()
+    async def setup(self, task: Task) -> VerifiersRollout:
+        rollout = VerifiersRollout()
         row = row_of(self.library, task.id)
 
         async def run() -> Any:
@@ -125,7 +125,7 @@ class Verifiers(VerifiersRows):
         rollout.length = len(prompt or ())
         return rollout
 
-    async def respond(self, state: Rollout, reply: Message) -> Message | str | Done:
+    async def respond(self, state: VerifiersRollout, reply: Message) -> Message | str | Done:
         if self._tool_env:
             return Done()
         prompt = await state.give(reply)
@@ -137,12 +137,12 @@ class Verifiers(VerifiersRows):
             return "\n\n".join(str(message["content"]) for message in new)
         return new[0]
 
-    async def teardown(self, state: Rollout) -> None:
+    async def teardown(self, state: VerifiersRollout) -> None:
         if state.running is not None and not state.running.done():
             state.running.cancel()
             await asyncio.wait([state.running], timeout=10)
 
-    async def _score(self, task: Task, messages: Sequence[Message], state: Rollout) -> Grade:
+    async def _score(self, task: Task, messages: Sequence[Message], state: VerifiersRollout) -> Grade:
         """Passes on the replies that `respond` did not, ends the rollout, and returns its reward."""
         prompt_length = len(task.messages)
         replies = [one for one in messages[prompt_length:] if one["role"] == "assistant"]
@@ -157,7 +157,7 @@ class Verifiers(VerifiersRows):
         metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items()}
         return Grade(float(result["reward"]), metrics)
 
-    async def _call(self, name: str, _state: Rollout, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, name: str, _state: VerifiersRollout, arguments: Mapping[str, Any]) -> str:
         try:
             message = await self.library.call_tool(name, dict(arguments), "call")
         except Exception as error:
@@ -171,7 +171,7 @@ class Verifiers(VerifiersRows):
         errors, types = require("verifiers.errors", "verifiers"), require("verifiers.types", "verifiers")
 
         class AgentClient(clients.OpenAIChatCompletionsClient):  # type: ignore[misc, name-defined]
-            def __init__(self, rollout: Rollout) -> None:
+            def __init__(self, rollout: VerifiersRollout) -> None:
                 super().__init__(None)
                 self.rollout = rollout
 

@@ -97,12 +97,12 @@ class WorkerPool:
 
     # -- episodes --------------------------------------------------------------------------------
 
-    async def setup(self, name: str, task: Mapping[str, Any], deadline_s: float, create: bool) -> None:
+    async def setup(self, name: str, task: str, deadline_s: float, create: bool) -> None:
         """Makes an episode's state. Idempotent.
 
         Args:
             name: Name of the episode.
-            task: Its task, as `Task.to_wire` returns it.
+            task: Its task as JSON, as `Task.to_wire` returns it.
             deadline_s: Seconds after which the state is torn down at the latest.
             create: False: only check that the state is there.
 
@@ -124,13 +124,13 @@ class WorkerPool:
             job.add_done_callback(lambda _: self._settings_up.pop(name, None))
         await asyncio.shield(self._settings_up[name])
 
-    async def _setup(self, name: str, task: Mapping[str, Any], deadline_s: float) -> None:
+    async def _setup(self, name: str, task: str, deadline_s: float) -> None:
         worker = await self._choose(lambda worker: len(worker.episodes))
         worker.episodes.add(name)
         expires = asyncio.get_running_loop().time() + deadline_s
         self._episodes[name] = _Held(worker, expires)
         try:
-            await self._call(worker, "setup", self.settings.call_timeout_s, episode=name, task=dict(task))
+            await self._call(worker, "setup", self.settings.call_timeout_s, episode=name, task=task)
         except BaseException as error:
             self._forget(name, f"the set-up of the episode failed: {error}")
             raise
@@ -178,14 +178,14 @@ class WorkerPool:
 
     # -- rewards ---------------------------------------------------------------------------------
 
-    async def score(self, name: str, stateful: bool, task: Mapping[str, Any], trajectory: bytes) -> Any:
+    async def score(self, name: str, stateful: bool, task: str, trajectory: bytes) -> Any:
         """Computes the rewards of an episode, with its state or, without one, in any worker.
 
         Raises:
             RewardError: A reward failed, took too long, or ended its process twice.
             NoEpisodeError: The episode's state is lost.
         """
-        arguments = {"episode": name, "task": dict(task), "trajectory": trajectory}
+        arguments = {"episode": name, "task": task, "trajectory": trajectory}
         losses, alone = 0, False
         while True:
             held = self._held(name) if stateful else None

@@ -9,6 +9,7 @@ id: first `started`, when its code begins to run, then `result` or `error`.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -79,7 +80,7 @@ class CallRunner:
         name: str = message["episode"]
         match message["op"]:
             case "setup":
-                task = msgspec.convert(message["task"], Task)
+                task = msgspec.convert(json.loads(message["task"]), Task)
                 episode = Episode(self._environments[task.env], task)
                 self._started(number)
                 await episode.setup()
@@ -106,7 +107,7 @@ class CallRunner:
         return None
 
     async def _score(self, number: int, message: dict[str, Any]) -> Any:
-        task = msgspec.convert(message["task"], Task)
+        task = msgspec.convert(json.loads(message["task"]), Task)
         trajectory = from_wire(message["trajectory"], Trajectory)
         episode = self._episodes.get(message["episode"])
         state = None if episode is None else episode.state

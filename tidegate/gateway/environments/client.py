@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -64,7 +66,7 @@ class EnvironmentClient(HttpClient):
         return self._infos.get(env)
 
     async def setup(self, episode: str, task: Task, deadline_s: float, create: bool = True) -> None:
-        body = {"task": task.to_wire(), "deadline_s": deadline_s, "create": create}
+        body = {"task": _json(task), "deadline_s": deadline_s, "create": create}
         self._result(await self._request("PUT", self._path(episode), body))
 
     async def call_tool(
@@ -82,7 +84,7 @@ class EnvironmentClient(HttpClient):
 
     async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
         info = self._infos[trajectory.env]
-        body = {"task": task.to_wire(), "trajectory": to_wire(trajectory), "stateful": info.stateful}
+        body = {"task": _json(task), "trajectory": to_wire(trajectory), "stateful": info.stateful}
         answer = await self._request("POST", self._path(episode, "/score"), body)
         match answer.get("kind"):
             case "reward":
@@ -99,7 +101,8 @@ class EnvironmentClient(HttpClient):
 
     def _path(self, episode: str, path: str = "") -> str:
         url = self._urls[zlib.crc32(episode.encode()) % len(self._urls)]
-        return f"{url}/episodes/{episode}{path}"
+        name = quote(episode, safe="") or "-"  # an endpoint's evaluation has no sessions, and no states
+        return f"{url}/episodes/{name}{path}"
 
     @staticmethod
     def _result(answer: Mapping[str, Any]) -> Any:
@@ -114,7 +117,8 @@ class EnvironmentClient(HttpClient):
 
         Every request may be repeated: a service returns the first result. Raises EpisodeLostError.
         """
-        data, failures, until = msgspec.msgpack.encode(body), 0, time.monotonic() + within_s
+        data = msgspec.msgpack.encode(body)
+        failures, until = 0, time.monotonic() + within_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENT_S)
         while True:
             try:
@@ -134,3 +138,8 @@ class EnvironmentClient(HttpClient):
                     ) from None
                 await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
                 failures += 1
+
+
+def _json(task: Task) -> str:
+    """Returns a task as JSON, which has integers of any size. Values that it lacks become texts."""
+    return json.dumps(task.to_wire(), default=str)

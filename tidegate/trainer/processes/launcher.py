@@ -19,8 +19,13 @@ from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
 from tidegate.service.api_key import ENV_KEY
 from tidegate.service.process import run_together
-from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
-from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
+from tidegate.trainer.processes.agents import GatewayWorkers, supervise_agents
+from tidegate.trainer.processes.provider import (
+    CurrentWeights,
+    GatewayAccess,
+    ProcessProvider,
+    ServerProcess,
+)
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
@@ -35,7 +40,6 @@ class Processes:
     """Clients of a run's processes. `engines` starts with the run's own engines or those of `engine.urls`."""
 
     gateway: GatewayClient
-    worker: AgentRunner
     engines: EngineMembership
 
 
@@ -60,9 +64,8 @@ async def start_processes(
     if settings.agent.source == "remote" and settings.gateway.url is None:
         keys["worker_key"] = worker_key(run_dir)
     servers = provider.engines(settings, run_dir, current)
-    agents = AgentPool(provider.agents(settings, run_dir))
-    for stop in (*(server.stop for server in servers), agents.close):
-        stack.push_async_callback(stop)
+    for server in servers:
+        stack.push_async_callback(server.stop)
 
     async def start_gateway() -> GatewayClient:
         if settings.gateway.url is not None:
@@ -85,14 +88,26 @@ async def start_processes(
             note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
         return client
 
-    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway(), agents.open()]
+    async def start_gateway_and_agents() -> GatewayClient:
+        client = await start_gateway()
+        access = GatewayAccess(client.url, client.agents_key)
+        processes = provider.agents(settings, run_dir, access)
+        for process in processes:
+            stack.push_async_callback(process.stop)
+        await run_together(process.start() for process in processes)
+        workers = GatewayWorkers(client, await stack.enter_async_context(GatewayClient(*access)))
+        for process in processes:
+            supervisor.watch(supervise_agents(process, workers, note), process.name)
+        return client
+
+    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway_and_agents()]
     gateway: GatewayClient = (await run_together(jobs + [server.start() for server in servers]))[0]
     engines = EngineMembership(gateway, note)
     await engines.open(settings.engine.urls or [server.url for server in servers])
     for server in servers:
         supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
-    return Processes(gateway, agents, engines)
+    return Processes(gateway, engines)
 
 
 async def _start_environments(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tidegate.config import Settings
-from tidegate.trainer.processes.agent_worker import AgentRunner
 from tidegate.trainer.processes.rank_process import RankProcess
 
 CurrentWeights = Callable[[], tuple[Path, int]]
@@ -19,8 +18,16 @@ GatewayKeys = Mapping[str, str]
 environment services, with their addresses in `env_urls`, one per line."""
 
 
+class GatewayAccess(NamedTuple):
+    """Address of a gateway, and the key with which the trainer's own agents take attempts."""
+
+    url: str
+    key: str
+
+
 class ServerProcess(Protocol):
-    """An engine, a gateway or an environment service: a `Service`, or a `RemoteServer` on another node."""
+    """An engine, a gateway, an environment service or an agents' process: a `Service`, or a `RemoteServer` on
+    another node."""
 
     name: str
     url: str
@@ -50,7 +57,8 @@ class ProcessProvider(Protocol):
     ) -> ServerProcess:
         """Return the gateway with its keys; a `journal` keeps its sessions across restarts."""
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]: ...
+    def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[ServerProcess]:
+        """Return the processes that run the run's own agents, as workers of a gateway that runs."""
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]: ...
 
