@@ -68,7 +68,7 @@ async def test_own_words_and_numbers_name_actions() -> None:
 
 async def test_a_wrapper_makes_an_environment_fit(tmp_path: Path) -> None:
     (tmp_path / "force.py").write_text(WRAPPER)
-    with pytest.raises(ConfigError, match="action space Box.*set env.options.wrapper"):
+    with pytest.raises(ConfigError, match=r"action space Box.*set env.options.wrapper"):
         load_environment("gymnasium:MountainCarContinuous-v0", {})
     options = {"wrapper": f"{tmp_path / 'force.py'}:Force", "actions": ["left", "right"]}
     environment = load_environment("gymnasium:MountainCarContinuous-v0", options)
@@ -82,5 +82,5 @@ def test_names_and_options_are_checked() -> None:
         load_environment("gymnasium:FrozenLake-v", {})
     with pytest.raises(ConfigError, match="has 4 actions, but actions names 1"):
         load_environment("gymnasium:FrozenLake-v1", {"actions": ["on"]})
-    with pytest.raises(ConfigError, match="cannot be made: TypeError.*slippery"):
+    with pytest.raises(ConfigError, match=r"cannot be made: TypeError.*slippery"):
         load_environment("gymnasium:FrozenLake-v1", {"make": {"slippery": False}})

@@ -66,9 +66,8 @@ async def test_an_opponent_plays_the_other_players(tmp_path: Path) -> None:
     task = environment.train_task(0)
     assert "Player 0 placed their symbol (O) in cell 0." in task.messages[0]["content"]
     state = await environment.setup(task)
-    for move in ("[3]", "[4]"):
-        assert not isinstance(await environment.respond(state, {"content": move}), Done)
-    assert await environment.respond(state, {"content": "[5]"}) == Done()
+    assert "in cell 1." in str(await environment.respond(state, {"content": "[3]"}))
+    assert await environment.respond(state, {"content": "[4]"}) == Done()
     assert environment.score(task, None, "", [], state).reward == -1.0, "0, 1 and 2 were the opponent's"
 
 
@@ -82,7 +81,7 @@ async def test_a_game_without_an_end_has_no_reward() -> None:
 def test_names_and_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="no game 'GuessTheNumber'; did you mean 'GuessTheNumber-v0'"):
         load_environment("textarena:GuessTheNumber", {})
-    with pytest.raises(ConfigError, match="cannot be started for 1 players .option 'players'.*has to be 2"):
+    with pytest.raises(ConfigError, match=r"cannot be started for 1 players .option 'players'.*has to be 2"):
         load_environment("textarena:TicTacToe-v0", {})
     with pytest.raises(ConfigError, match="player = 2 is not one of 2 players"):
         load_environment("textarena:TicTacToe-v0", {"players": 2, "player": 2})
@@ -90,5 +89,5 @@ def test_names_and_options_are_checked() -> None:
 
 def test_the_random_opponent_needs_moves_in_brackets() -> None:
     assert random_move("[GAME] one\n[0] [1]\nAvailable: '[7]', '[8]'", random.Random(0)) in ("[7]", "[8]")
-    with pytest.raises(ValueError, match="set env.options.opponent"):
+    with pytest.raises(ValueError, match=r"set env.options.opponent"):
         random_move("[GAME] your turn", random.Random(0))
