@@ -120,6 +120,14 @@ class InfrastructureError(TidegateError):
     """A service that an agent needs failed. Raised by an agent, it ends the episode as `infra_error`."""
 
 
+class SandboxError(InfrastructureError):
+    """A sandbox could not start, was closed, or does not respond.
+
+    Limits that a program in it exceeds are results of its commands instead, so that a policy cannot turn its
+    failures into `infra_error`.
+    """
+
+
 class RetrievalError(TidegateError):
     """A search failed; see the two subclasses.
 

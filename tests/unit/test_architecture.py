@@ -27,6 +27,7 @@ CORE = {
     "progress",
     "sequences",
     "prometheus",
+    "sandbox",
     "service",
     "settings",
     "tracebacks",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.agents.base import Agent, Result, Session
+from tidegate.agents.program_sandbox import ProgramSandbox
 from tidegate.errors import ConfigError
 from tidegate.types import TaskView
 
@@ -34,6 +35,8 @@ class CommandAgent(Agent):
     program writes it, else its stdout. An exit status other than 0 ends the episode as `agent_error`.
 
     The program runs in its own process group and in an empty directory, both of which are removed afterwards.
+    With `sandbox` it runs in a sandbox instead, from which it can call its session and nothing else; its
+    environment then has nothing of this process's.
 
     Args:
         command: The program and its arguments. The program, and arguments with a `/`, may be files of the
@@ -41,13 +44,24 @@ class CommandAgent(Agent):
         env: Further environment variables.
         user: Name or id of the user to run it as (needs root). It then can read neither the run's files nor
             those of the trainer's user.
+        sandbox: `bubblewrap`, or None for no sandbox.
+        read_only: Files and folders that the program can read in the sandbox, beside the system's and those
+            that the command names.
+        limits: Limits of the sandbox, as the fields of `SandboxLimits`.
 
     Raises:
-        ConfigError: The command is not a list of words, or the user does not exist or cannot be assumed.
+        ConfigError: The command is not a list of words, the user does not exist or cannot be assumed, or the
+            sandbox's options are invalid.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str] | None = None, user: str | int | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+        sandbox: str | None = None,
+        read_only: Sequence[str] = (),
+        limits: Mapping[str, Any] | None = None,
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
             raise ConfigError(
@@ -59,13 +73,23 @@ class CommandAgent(Agent):
         ]
         self.env = dict(env or {})
         self.user = None if user is None else _user(user)
+        self.sandbox = None if sandbox is None else ProgramSandbox(sandbox, self.command, read_only, limits)
+        if sandbox is None and (read_only or limits):
+            raise ConfigError("agent.options.read_only and limits apply only with agent.options.sandbox")
+        if sandbox is not None and user is not None:
+            raise ConfigError("agent.options.user does not apply in a sandbox, which has a user of its own")
 
     async def run(self, task: TaskView, session: Session) -> Result:
+        if self.sandbox is not None:
+            return await self._run_in(self.sandbox, task, session)
         with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
             result_file = Path(folder, "result.json")
             if self.user is not None:
                 os.chown(folder, self.user.pw_uid, self.user.pw_gid)
-            environment = self._environment(session, self._write_task(folder, task), result_file)
+            environment = {
+                **os.environ,
+                **self._environment(session, session.base_url, self._write_task(folder, task), result_file),
+            }
             transport, program = await asyncio.get_running_loop().subprocess_exec(
                 _Program,
                 *self.command,
@@ -84,7 +108,27 @@ class CommandAgent(Agent):
                 raise RuntimeError(
                     f"{self.command[0]} exited with status {transport.get_returncode()}: {stderr}"
                 )
-            return _read_result(result_file, program.output(1))
+            try:
+                return _result(_read_own_file(result_file))
+            except FileNotFoundError:
+                return Result(program.output(1))
+
+    async def _run_in(self, sandbox: ProgramSandbox, task: TaskView, session: Session) -> Result:
+        """Runs the program in a sandbox; raises as `run` does."""
+        async with await sandbox.open(session.remaining()) as box:
+            await box.write("task.json", _task_text(task))
+            inside = await box.reach(session.base_url)
+            work = Path(box.work)
+            environment = self._environment(session, inside, work / "task.json", work / "result.json")
+            end = await box.run(self.command, stdin=_prompt(task), env=environment)
+            if not end.ok:
+                limit = f" by the sandbox's limit {end.limit}" if end.limit else ""
+                how = f"exited with status {end.exit_code}{limit}"
+                raise RuntimeError(f"{self.command[0]} {how}: {end.stderr[-STDERR_SHOWN:]}")
+            try:
+                return _result(await box.read("result.json", MAX_STDOUT))
+            except FileNotFoundError:
+                return Result(end.stdout)
 
     def _as_user(self) -> dict[str, Any]:
         """Returns the arguments of `subprocess_exec` that give the program only that user's rights."""
@@ -92,13 +136,14 @@ class CommandAgent(Agent):
             return {}
         return {"user": self.user.pw_uid, "group": self.user.pw_gid, "extra_groups": []}
 
-    def _environment(self, session: Session, task_file: Path, result_file: Path) -> dict[str, str]:
+    def _environment(
+        self, session: Session, base_url: str, task_file: Path, result_file: Path
+    ) -> dict[str, str]:
         return {
-            **os.environ,
-            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": session.api_key,
             # Anthropic's clients add /v1 themselves.
-            "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": session.api_key,
             "MODEL": session.model,
             "SEED": str(session.seed if session.seed is not None else 0),
@@ -110,7 +155,7 @@ class CommandAgent(Agent):
 
     def _write_task(self, folder: str, task: TaskView) -> Path:
         file = Path(folder, "task.json")
-        file.write_text(json.dumps({"id": task.id, "messages": list(task.messages)}), encoding="utf-8")
+        file.write_text(_task_text(task), encoding="utf-8")
         if self.user is not None:
             os.chown(file, self.user.pw_uid, self.user.pw_gid)
         return file
@@ -128,6 +173,10 @@ def _user(user: str | int) -> pwd.struct_passwd:
             "root, or remove the option"
         )
     return entry
+
+
+def _task_text(task: TaskView) -> str:
+    return json.dumps({"id": task.id, "messages": list(task.messages)})
 
 
 def _prompt(task: TaskView) -> bytes:
@@ -197,11 +246,8 @@ def _read_own_file(file: Path) -> bytes:
         return opened.read()
 
 
-def _read_result(file: Path, stdout: str) -> Result:
-    try:
-        text = _read_own_file(file)
-    except FileNotFoundError:
-        return Result(stdout)
+def _result(text: bytes) -> Result:
+    """Reads the content of RESULT_FILE."""
     try:
         fields: dict[str, Any] = json.loads(text)
         return Result(fields["output"], fields.get("reward"), fields.get("metrics") or {})

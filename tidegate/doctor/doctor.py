@@ -16,6 +16,7 @@ from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
+from tidegate.doctor.sandbox import check_sandbox
 from tidegate.doctor.template import QUESTION
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
@@ -44,6 +45,7 @@ class Examination:
         self._report(check_install(self.settings))
         if not self._report([check_port(self.settings)]):
             self._take_another_port()
+        self._report(await check_sandbox(self.settings))
         found, renderer = await asyncio.to_thread(check_model, self.settings)
         self._report(found)
         found, environment = await asyncio.to_thread(check_environment, self.settings, renderer)
