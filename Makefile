@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -24,6 +24,9 @@ demo: install    ## watch a small model learn to use a calculator, in minutes
 
 demo-search: install  ## watch a small model learn to search, against a real retrieval server, in minutes
 	@$(BIN)/python examples/demo_search/demo.py
+
+demo-service: install  ## watch a small model learn to serve customers by a policy, with tools over MCP, in minutes
+	@$(BIN)/tidegate train examples/service/config.toml --fresh
 
 demo-online: install  ## watch a service learn from its users' thumbs while its processes are killed, in minutes
 	@$(BIN)/python examples/online/demo.py
@@ -45,7 +48,7 @@ test-slow: install  ## the slow suite (under thirty minutes)
 
 # Environments of the clients' own: what their users have, which need not go together with what is ours.
 CLIENTS := openai2 openai3 frameworks frameworks-openai2 frameworks-openai3 agents-litellm agents-openai2 agents-openai3 \
-	schemathesis
+	mcp1 schemathesis
 test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  ## SDKs, frameworks and command-line agents, unchanged
 	$(BIN)/python -m pytest -m clients --timeout 300 tests/clients
 

@@ -39,7 +39,7 @@ from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.records.metrics import read_metrics
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
@@ -94,7 +94,7 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
         )
         stack.push_async_callback(guard.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        episodes = LocalEpisodes(processes.gateway, processes.worker, quick.agent.deadline_s)
+        episodes = EpisodeSource.of(quick.agent, processes.gateway)
         evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, lambda *_: None)
         for step, weights in checkpoints.items():
             await EngineControl(processes.engines.urls()[0], http).load(weights, step)

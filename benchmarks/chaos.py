@@ -143,7 +143,7 @@ class Chaos:
             command = Path(f"/proc/{child}/cmdline")
             words = command.read_bytes().split(b"\0") if command.exists() else []
             for name, word in (
-                ("agents", b"tidegate.agents.worker"),
+                ("agents", b"tidegate\0worker"),
                 ("gateway", b"gateway"),
                 ("engine", b"engine"),
             ):

@@ -19,6 +19,7 @@ import orjson
 from aiohttp import web
 from openai import AsyncOpenAI
 
+from tests.local_rewards import LocalRewards
 from tests.serving import served as served
 from tests.waiting import eventually as eventually
 from tidegate.gateway.client import GatewayClient, SessionAccess
@@ -233,7 +234,12 @@ class Stage:
 async def staged(
     model: Path, *, engine_type: type[FakeEngine] = FakeEngine, **options: Any
 ) -> AsyncIterator[Stage]:
-    """Runs a gateway with one fake engine; `options` are GatewayOptions."""
+    """Runs a gateway with one fake engine; `options` are GatewayOptions.
+
+    `rewarders` and `reward_timeout_s` are those of LocalRewards.
+    """
+    rewarders, timeout_s = options.pop("rewarders", {}), options.pop("reward_timeout_s", 30.0)
+    options.setdefault("environments", LocalRewards(rewarders, timeout_s))
     gateway = Gateway(GatewayOptions(model=model, **{"admin_key": "admin", **options}))
     renderer = gateway.renderer
     engine = engine_type(renderer.decode, stop_id=renderer.stop_ids[0])

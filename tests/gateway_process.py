@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncIterator
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from tests.fakes import eventually
 from tidegate import failpoints
@@ -75,15 +76,15 @@ class GatewayProcess:
 
 @contextlib.asynccontextmanager
 async def running(
-    model: Path, folder: Path, failpoint: str = "", worker_key: str | None = None
+    model: Path, folder: Path, failpoint: str = "", **options: Any
 ) -> AsyncIterator[GatewayProcess]:
     """Runs a gateway with a journal in `folder`; its first process is killed at `failpoint`."""
-    options = GatewayOptions(model=model, admin_key=KEY, worker_key=worker_key, journal=folder / "journal")
+    made = GatewayOptions(model=model, admin_key=KEY, journal=folder / "journal", **options)
     with bind(Listen()) as sock:
         sock.listen(100)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         async with GatewayClient(url, KEY) as client:
-            gateway = GatewayProcess(options, folder / "gateway.json", client, sock)
+            gateway = GatewayProcess(made, folder / "gateway.json", client, sock)
             gateway.start(failpoint)
             keeper = asyncio.create_task(gateway.keep())
             try:
@@ -97,7 +98,7 @@ async def running(
 
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.gateway_process"])
+    context.set_forkserver_preload(["tests.gateway_process", "tests.environments_http"])
     return context
 
 

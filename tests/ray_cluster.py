@@ -20,7 +20,8 @@ from pathlib import Path
 
 SEATS = [
     "--cluster.trainer={CPU = 0.2, near = 0.25}", "--cluster.gateway={CPU = 0.1}",
-    "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.timeout_s=30",
+    "--cluster.engine={CPU = 0.2, far = 0.5}", "--cluster.agents={CPU = 0.1}", "--cluster.env={CPU = 0.1}",
+    "--cluster.timeout_s=30",
 ]  # fmt: skip
 """Resources such that two runs do not fit at once: a reservation left behind blocks the next run."""
 START = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
@@ -97,7 +98,7 @@ class RayCluster:
 
     def tidegates(self) -> list[int]:
         """Pids of the processes of runs: servers, agents, ranks, and the actors that own them."""
-        marks = ("tidegate", "ServerActor", "AgentActor", "RankActor", "ray::RunActor", "sglang")
+        marks = ("tidegate", "ServerActor", "RankActor", "ray::RunActor", "sglang")
         return [
             pid for pid, command in self.processes().items() if any(one in " ".join(command) for one in marks)
         ]

@@ -20,6 +20,10 @@ from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 
+SERVICE_SETTINGS = "service.toml"
+"""File in the run directory of a standing service with the service's settings."""
+ENDLESS = 10**9
+"""`trainer.steps` of a standing service whose settings give no limit."""
 __all__ = ["EngineSettings", "EnvSettings", "GatewaySettings", "ModelSettings", "Settings", "load_settings"]
 
 
@@ -58,7 +62,7 @@ class AgentSettings(SettingsSection):
     max_concurrency: Annotated[int, Field(ge=1)] = 128
     """Episodes that run at the same time; a group starts only if all of its episodes fit."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Agent processes; each attempt runs in the one with the fewest."""
+    """Agent processes, which share the attempts."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """Interval of a remote worker's heartbeats. After three intervals without one its attempts are lost, and
     attempted again."""

@@ -112,6 +112,10 @@ class RewardError(TidegateError):
     """A reward function raised, hung, or did not return a finite number: outcome `reward_error`."""
 
 
+class UnrewardedError(RewardError):
+    """Nothing has rewarded the episode, which is no failure."""
+
+
 class CorpusError(TidegateError):
     """A row of a corpus cannot be read, or an index does not match its manifest, encoder or files."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
+from tidegate.viewer.summary import continue_command
 
 if TYPE_CHECKING:
     from tidegate.trainer.run import Run
@@ -204,8 +204,4 @@ def _report(settings: Settings, observer: Observer, result: RunResult) -> None:
 
 def _resume_command(settings: Settings, result: RunResult) -> str:
     """Returns the command that continues the run, or starts it again if it failed before it had a ledger."""
-    command = f"tidegate train {shlex.quote(str(settings.run_dir / 'config.toml'))}"
-    if not (settings.run_dir / "ledger.jsonl").exists():
-        return command
-    more = f" --trainer.steps {2 * result.step}" if result.status == "completed" else ""
-    return f"{command} --resume{more}"
+    return continue_command(settings.run_dir, 2 * result.step if result.status == "completed" else None)

@@ -5,6 +5,7 @@ Arrays sent between processes have fixed types: token ids are int32, logprobs fl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -15,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from tidegate.errors import RewardError
+
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
@@ -23,6 +26,9 @@ Message = dict[str, Any]
 
 MODEL_NAME = "policy"
 """Name of the served model in sessions, replies and model lists."""
+
+CONVERSATION = "conversation"
+"""Task id and environment of clients' conversations."""
 
 Split = Literal["train", "eval"]
 
@@ -220,6 +226,8 @@ class ToolCall:
     """Unix time of the call."""
     seconds: float = 0.0
     """Duration of the call."""
+    known: bool = True
+    """Whether the environment has a tool of this name."""
 
 
 @dataclass(slots=True)
@@ -342,6 +350,17 @@ class Scored:
     """How the rewards were computed (such as which extractor read the answer); added to the trajectory's."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of single turns in addition to `reward`, by index."""
+
+
+def finite(name: str, value: object) -> float:
+    """Returns `value` as a float.
+
+    Raises:
+        RewardError: It is not a finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RewardError(f"{name} is {value!r}, not a finite number")
+    return float(value)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

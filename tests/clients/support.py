@@ -88,13 +88,14 @@ class WideEngine(FakeEngine):
 
 @contextlib.asynccontextmanager
 async def scripted(
-    folder: Path, replies: Sequence[str], engine_type: type[FakeEngine] = WideEngine
+    folder: Path, replies: Sequence[str], engine_type: type[FakeEngine] = WideEngine, **options: Any
 ) -> AsyncIterator[Stage]:
-    """Runs a gateway with an engine whose replies are scripted in the model's tool-call format."""
+    """Runs a gateway with an engine whose replies are scripted in the model's tool-call format; `options` are
+    the gateway's."""
     model = make_model_dir(folder / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 400_000}))
-    async with staged(model, engine_type=engine_type) as stage:
+    async with staged(model, engine_type=engine_type, **options) as stage:
         for reply in replies:
             stage.say(reply)
         yield stage

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
+from tests.unit.viewer.service_run import write_service_run
 from tests.waiting import announced
 from tidegate.trainer.ledger.entries import entry
 
@@ -96,6 +97,21 @@ async def test_an_episode_shows_its_output_the_gold_answer_and_the_reward_parts(
         await page.open(f"{url}/#/step/2/group/g2-good")
         await page.until("document.querySelectorAll('.member').length === 2")
         assert (await page.look("document.querySelector('main').textContent")).count("gold answer") == 1
+        clean(page, url)
+
+
+async def test_calls_of_tools_stand_in_the_timeline(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/1")
+        await page.until("document.querySelector('.turn.tool')")
+        blocks = "[...document.querySelectorAll('.turns > section')].map(one => one.id || one.textContent)"
+        look, turn, add, *_ = await page.look(blocks)
+        assert look == f'look({{"at": "{EVIL}"}})tool error0.500 sThere is no {EVIL}.'
+        assert (turn, add) == ("turn-0", 'add({"left": 3, "right": 4})0.125 s7')
+        await page.press("m")
+        await page.until(
+            "document.querySelectorAll('.message').length && document.querySelector('.turn.tool')"
+        )
         clean(page, url)
 
 
@@ -213,6 +229,42 @@ async def test_a_problem_before_and_after(port: int, url: str) -> None:
         )
         assert heads == ["Step 0reward 0", "Step 3reward 1"]
         clean(page, url)
+
+
+async def test_a_service_has_a_page_with_its_clients_texts_as_texts(port: int, tmp_path: Path) -> None:
+    run = write_service_run(tmp_path / "run")
+    with viewed(run.dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/")
+            await page.until("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
+            await page.press("g", "v")
+            await page.until("document.querySelectorAll('.note').length === 2")
+            texts = await page.look("document.querySelector('main').textContent")
+            for text in (
+                EVIL,
+                f"unkind {EVIL}",
+                f"better {EVIL}",
+                "Version 2 is in test",
+                "No publish waits now",
+            ):
+                assert text in texts
+            assert await page.look("window.pwned === undefined && !document.querySelector('main img')")
+            assert await page.look("document.querySelector('svg.bounds').getBoundingClientRect().width") > 200
+            for width in (1400, 700, 400):
+                await page.width(width)
+                assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0, width
+            late = run.conversation("shop.late", 1.0)
+            run.take(late)
+            await page.until("document.querySelector('main tfoot').textContent.includes('all keys6')")
+            await page.look("document.querySelectorAll('.note a')[1].click()")
+            await page.until("document.querySelector('.flow')")
+            clean(page, url)
+
+
+async def test_a_run_without_clients_has_no_such_page(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        assert not await page.look("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
 
 
 @pytest.mark.parametrize("width", [700, 400])

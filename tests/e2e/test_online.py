@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -24,6 +25,8 @@ from tests import REPO
 from tests.e2e.runs import ENVIRONMENT, held, ledger, training
 from tests.waiting import eventually
 from tidegate.gateway.project_keys import create_key
+from tidegate.viewer.clients.service import read_service
+from tidegate.viewer.run_files import read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 CONFIG = REPO / "examples" / "online" / "config.toml"
@@ -208,3 +211,25 @@ def check_books(run_dir: Path, users: Users) -> None:
     texts = [path.read_text() for path in (run_dir / "trajectories").rglob("*.jsonl")]
     for question in users.erased:
         assert not any(json.dumps(question) in text for text in texts), "an erased conversation is in a file"
+    check_client_records(run_dir, trained)
+
+
+def check_client_records(run_dir: Path, trained: list[Any]) -> None:
+    """Checks that each accepted conversation has its feedback and delay in `clients.jsonl`, and no text."""
+    records = {line["group"]: line for line in map(json.loads, (run_dir / "clients.jsonl").open())}
+    issued = {line["id"] for line in ledger(run_dir) if line["kind"] == "group" and line["event"] == "issued"}
+    assert issued <= set(records)
+    for one in trained:
+        [episode] = records[one["group_id"]]["episodes"]
+        [given] = episode["feedback"]
+        assert (given["name"], given["value"], episode["reward"]) == (
+            "feedback",
+            one["reward"],
+            one["reward"],
+        )
+        assert 0 <= given["after_s"] < 280
+    assert "question" not in (run_dir / "clients.jsonl").read_text()
+    shown = read_service(read_run(run_dir))
+    assert shown is not None
+    total = shown.to_wire()["total"]
+    assert dict(zip(shown.to_wire()["columns"], total["ends"], strict=True))["trained"] == STEPS * 8

@@ -6,7 +6,6 @@ feedback is recorded as it was given; a key sees nothing of another key's.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 from collections import Counter
@@ -19,6 +18,7 @@ import aiohttp
 from tests.fakes import Stage
 from tests.fuzzing.dialects import DIALECTS
 from tests.fuzzing.dialects.base import Dialect
+from tests.fuzzing.sending import Sender
 from tests.fuzzing.stories import Case, Failure
 from tests.fuzzing.values import VALUES, junk, spoiled, written
 
@@ -32,7 +32,7 @@ class ClientStory:
 
     def __init__(self, stage: Stage, http: aiohttp.ClientSession, name: str, key: str, seed: str) -> None:
         self._stage = stage
-        self._http = http
+        self._sender = Sender(stage, http, _STATUSES)
         self._name = name
         self._key = key
         self._rng = random.Random(seed)
@@ -40,7 +40,10 @@ class ClientStory:
         self._groups: list[str] = []
         self._episodes: list[str] = []
         self._histories: list[list[Any]] = [[]]
-        self.seen: Counter[str] = Counter()
+
+    @property
+    def seen(self) -> Counter[str]:
+        return self._sender.seen
 
     async def run(self, cases: int) -> None:
         """Raises Failure."""
@@ -161,18 +164,4 @@ class ClientStory:
         data = None if body is None else body if isinstance(body, bytes) else written(self._rng, body)
         sent = {"authorization": f"Bearer {self._key}", **(headers or {})}
         case = Case(data or b"", sent, dialect or DIALECTS["chat"], [])
-        try:
-            async with (
-                asyncio.timeout(20),
-                self._http.request(method, self._stage.url + path, data=data, headers=sent) as response,
-            ):
-                status, answer = response.status, await response.read()
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise Failure(f"{method} {path}: {error!r}", case) from error
-        self.seen[str(status)] += 1
-        what = f"{method} {path[:200]}: {status} {answer[:500]!r}"
-        if b"internal gateway error" in answer:
-            raise Failure(f"the gateway failed inside: {what}", case)
-        if status not in _STATUSES:
-            raise Failure(what, case)
-        return status, answer
+        return await self._sender.send(method, path, case, data is not None)

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.environments import LocalEnvironments, Safe
 from tests.fakes import Stage, staged
 from tests.fuzzing.clients import ClientStory
 from tests.fuzzing.dialects import DIALECTS
 from tests.fuzzing.stories import Case, Failure, PromptEngine, Story
+from tests.fuzzing.tools import ToolStory, tool_story
 from tests.fuzzing.values import smaller
 from tidegate.gateway.project_keys import create_key
 from tidegate.types import Task
@@ -25,6 +27,8 @@ from tidegate.types import Task
 CASES_A_STORY = 40
 CLIENT_STORIES = 5
 """One story in so many is that of a client with a project key."""
+TOOL_STORIES = 7
+"""One other story in so many is that of an agent with tools."""
 _AT_ONCE = 16
 _SHRINKING = 300  # cases
 
@@ -46,7 +50,8 @@ async def fuzzed(model: Path) -> AsyncIterator[tuple[Stage, aiohttp.ClientSessio
     gateway must be well."""
     keys = model.parent / "keys.json"
     create_key(keys, "none")
-    options = {"keys": keys, "conversation_idle_s": 3600.0}
+    environments = LocalEnvironments(Safe())
+    options = {"keys": keys, "conversation_idle_s": 3600.0, "environments": environments}
     async with staged(model, engine_type=PromptEngine, journal=model.parent / "journal", **options) as stage:
         stage.engine.encode = stage.gateway.renderer.encode
         connector = aiohttp.TCPConnector(limit=0)
@@ -84,16 +89,18 @@ async def _tell(
     stage: Stage, http: aiohttp.ClientSession, plan: Plan, numbers: Iterator[int], seen: Counter[str]
 ) -> None:
     for number in numbers:
-        story: Story | ClientStory
+        story: Story | ClientStory | ToolStory
         if number % CLIENT_STORIES == CLIENT_STORIES - 1:
             story = _client_story(stage, http, plan.seed, number)
+        elif number % TOOL_STORIES == TOOL_STORIES - 1:
+            story = await tool_story(stage, http, f"{plan.seed}/{number}")
         else:
             story = await _session_story(stage, http, plan.seed, number)
         try:
             await story.run(plan.cases)
         except Failure as failure:
             failure.where = f"--template {plan.template} --seed {plan.seed} --story {number}"
-            if failure.case is not None:
+            if failure.case is not None and not isinstance(story, ToolStory):
                 failure.case = await _shrunk(stage, http, failure.case)
             raise
         seen += story.seen

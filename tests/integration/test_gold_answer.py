@@ -7,16 +7,17 @@ from pathlib import Path
 
 from tests.fakes import Stage, staged
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.config import load_settings
+from tidegate.config import AgentSettings, load_settings
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward
 from tidegate.observer import Silent
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
-from tidegate.trainer.processes.agent_worker import AgentWorker
+from tidegate.trainer.processes.agents import AgentProcess
+from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.rollout.pause import Pause
 from tidegate.trainer.rollout.rollout import Rollout
@@ -69,8 +70,10 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     admission = Admission(rules, lambda _: None)
     await stage.client.begin_epoch(admission.epoch)
     await stage.client.admit_engine(stage.engine.url, True)
-    worker = await AgentWorker.start(f"{agent}:spy", {}, run_dir / "logs" / "agent.log")
-    episodes = LocalEpisodes(stage.client, worker, 60.0, epoch=admission.epoch)
+    access = GatewayAccess(stage.url, stage.client.agents_key)
+    agents = AgentProcess(AgentSettings(use=f"{agent}:spy"), access, run_dir, "agent")
+    await agents.start()
+    episodes = EpisodeSource(stage.client, 60.0, admission.epoch)
     files = TrajectoryFiles(run_dir)
     rollout = Rollout(
         settings, admission, episodes, environment, files.append, lambda *_: None,
@@ -89,7 +92,7 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await worker.close()
+        await agents.stop()
 
 
 async def test_the_gold_answer_is_in_the_files_and_reaches_no_agent(tmp_path: Path) -> None:

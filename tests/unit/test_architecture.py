@@ -40,9 +40,15 @@ ALLOWED = {
     "settings": {"gateway.parsing.tool_calls.registry"},
     "gateway": set(),
     "engine": set(),
-    "agents": {"rag.client"},
+    "agents": {"rag.client", "envs.adapters.library", "envs.adapters.verifiers_rows"},
     "rag": set(),
-    "viewer": {"trainer.checkpoint.checkpoint", "trainer.ledger.entries", "trainer.ledger.state"},
+    "viewer": {
+        "evaluation.stats",
+        "trainer.checkpoint.checkpoint",
+        "trainer.ledger.entries",
+        "trainer.ledger.state",
+        "trainer.ledger.versions",
+    },
     "plan": {
         "engine.options",
         "trainer.cluster.placement",
@@ -78,11 +84,15 @@ ALLOWED = {
         "gateway.parsing.tool_calls",
         "trainer.processes.servers",
         "trainer.processes.launcher",
-        "trainer.processes.agent_worker",
+        "trainer.processes.agents",
+        "trainer.processes.provider",
+        "trainer.processes.supervisor",
+        "trainer.rollout.episodes",
     },
     "evaluation": {
         "envs.base",
         "trainer.checkpoint.checkpoint",
+        "gateway.environments.client",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",
         "trainer.processes.servers",
@@ -90,7 +100,8 @@ ALLOWED = {
         "trainer.processes.launcher",
         "trainer.rollout.episodes",
         "trainer.records.trajectories",
-        "trainer.processes.agent_worker",
+        "trainer.processes.agents",
+        "trainer.processes.provider",
     },
     "envs": {"rag.client"},
     "trainer": {"envs.base", "agents.base", "gateway.client"},
@@ -245,7 +256,8 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli"
+        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli\n"
+        "assert 'mcp' not in sys.modules, 'it is imported at the first MCP request'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -264,7 +276,7 @@ def test_help_answers_at_once_and_imports_nothing_heavy() -> None:
         "import sys, tidegate.cli\n"
         "try: tidegate.cli.main(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'openai', 'numpy', 'mcp'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

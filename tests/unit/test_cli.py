@@ -71,7 +71,7 @@ def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
     [
         ("gateway", "--tool-parser", "did you mean 'gateway.tool_parser'?"),
         ("gateway", "--engine", "it is now 'engine.urls'"),
-        ("gateway", "--limit", "it is now 'limits.turns (or tokens, seconds, calls)'"),
+        ("gateway", "--limit", "it is now 'limits.turns (or tokens, seconds, calls, tool_calls)'"),
         ("engine", "--max-slots", "did you mean 'engine.max_slots'?"),
         ("engine", "--model", "model is a section, not a value; its settings are model.path"),
         ("vllm", "--argument", "did you mean 'engine.arguments'?"),

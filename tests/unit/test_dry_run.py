@@ -204,9 +204,9 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
         (["gsm8k/launch.sh", "qwen3-0.6b", "data"], "596,049,920 parameters"),
         (["search/launch.sh", "data", "index"], "596,049,920 parameters"),
         (["deepresearch/launch.sh", "data", "index"], "596,049,920 parameters"),
-        (["gsm8k/launch-cluster.sh", "data"], "in all: 52 CPU, 8 GPU"),
-        (["search/launch-cluster.sh", "data", "index"], "in all: 4 CPU, 2 GPU"),
-        (["deepresearch/launch-cluster.sh", "data", "index"], "in all: 5 CPU, 2 GPU"),
+        (["gsm8k/launch-cluster.sh", "data"], "in all: 53 CPU, 8 GPU"),
+        (["search/launch-cluster.sh", "data", "index"], "in all: 5 CPU, 2 GPU"),
+        (["deepresearch/launch-cluster.sh", "data", "index"], "in all: 6 CPU, 2 GPU"),
     ],
 )
 def test_launch_scripts_pass_settings_on_from_any_directory(

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 from examples.bases.recipe import encode
 from examples.search_base import make as recipe
 from tidegate.agents.search_tools import tool_definitions
+from tidegate.envs.names import held_out_name
 from tidegate.envs.search.search_qa import SearchQA
-from tidegate.envs.search.synthetic_world import KINDS, held_out_name, make_world
+from tidegate.envs.search.synthetic_world import KINDS, make_world
 
 MODEL = Path(recipe.__file__).parent / "model"
 

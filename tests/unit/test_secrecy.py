@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.agents_process import started
 from tests.tiny_tokenizer import make_model_dir
 from tests.unprivileged import unprivileged
 from tests.waiting import announced
@@ -23,7 +24,6 @@ from tidegate.agents.command import CommandAgent
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient
-from tidegate.trainer.processes.agent_worker import AgentWorker
 from tidegate.trainer.processes.servers import gateway_server
 from tidegate.types import Task, TaskView
 
@@ -139,15 +139,9 @@ async def test_an_agents_options_are_not_in_its_command_line(opened: Path) -> No
         "    async def run(self, task, session): \n"
         "        return f'{self.token} {ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)}'\n"  # PR_GET_DUMPABLE
     )
-    worker = await AgentWorker.start(f"{opened}/mine.py:Mine", {"token": SECRET}, opened / "agent.log")
-    try:
-        ended = await worker.run(
-            "j", TaskView("t", []), base_url="u", api_key="k", model="m", seed=0, deadline_s=30.0
-        )
-        assert ended.output == f"{SECRET} 0"
-        assert SECRET.encode() not in await asyncio.to_thread(told, worker.pid)
-    finally:
-        await worker.close()
+    async with started(f"{opened}/mine.py:Mine", opened, token=SECRET) as agents:
+        assert (await agents.run(TaskView("t", [])))["output"] == f"{SECRET} 0"
+        assert SECRET.encode() not in await asyncio.to_thread(told, agents.process.pid)
 
 
 def session() -> Session:

@@ -18,14 +18,15 @@ import inspect
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tidegate.agents import session_tools
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, did_you_mean, load_object
 from tidegate.service.threads import in_thread
-from tidegate.types import TaskView
+from tidegate.types import Message, TaskView
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -35,9 +36,11 @@ RETRIES = 6
 UNTRAINED = {"x-tidegate-train": "no"}
 """Header of calls that are recorded but not trained on."""
 BUILT_IN = {
+    "chat": "tidegate.agents.chat:ChatAgent",
     "search": "tidegate.agents.search:SearchAgent",
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
+    "verifiers": "tidegate.agents.verifiers:VerifiersAgent",
 }
 
 
@@ -55,6 +58,52 @@ class Session:
     """Seed for the agent's own random choices; sampling has a separate one."""
     deadline: float
     """Time at which the episode is stopped, on the clock of `time.monotonic()`."""
+    _tools: list[list[dict[str, Any]]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The environment's tools, once they were read."""
+
+    @property
+    def url(self) -> str:
+        """The session's address, below which its routes are."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def mcp_url(self) -> str:
+        """The session's MCP server (streamable HTTP), which serves the environment's tools to its key."""
+        return f"{self.url}/mcp"
+
+    async def tools(self) -> Sequence[dict[str, Any]]:
+        """Returns the tools of the task's environment in OpenAI's format; empty if it has none."""
+        if not self._tools:
+            self._tools.append(await session_tools.tools(self.openai(), self.url))
+        return self._tools[0]
+
+    async def call(self, tool_call: Any) -> Message:
+        """Calls a tool of the environment.
+
+        Args:
+            tool_call: A tool call of the model's reply: the SDK's object, or a dict.
+
+        Returns:
+            The message `{"role": "tool", …}` with the result, or with the error that the model should read.
+
+        Raises:
+            openai.APIError: The episode is over or its state is lost, or the gateway did not respond.
+        """
+        return await session_tools.call(self.openai(), self.url, tool_call)
+
+    async def respond(self, message: Message) -> Message | None:
+        """Passes the agent's reply to the environment's other side.
+
+        Args:
+            message: The reply as a chat message.
+
+        Returns:
+            The next message to the agent; None if the conversation is over.
+
+        Raises:
+            openai.APIError: As for `call`.
+        """
+        return await session_tools.respond(self.openai(), self.url, message)
 
     def remaining(self) -> float:
         """Returns the seconds until the deadline, never negative."""

@@ -30,6 +30,7 @@ class CommandAgent(Agent):
     """Runs a command for every task: `CommandAgent(["node", "./agent.js"])`.
 
     The program's environment contains OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY,
+    TIDEGATE_MCP_URL (an MCP server with the environment's tools, opened by the API key as bearer token),
     MODEL, SEED, TASK_FILE and RESULT_FILE. TASK_FILE is JSON: `{"id", "messages"}`; stdin has the text of the
     last message. The output is the content of RESULT_FILE (JSON `{"output", "reward"?, "metrics"?}`) if the
     program writes it, else its stdout. An exit status other than 0 ends the episode as `agent_error`.
@@ -145,6 +146,7 @@ class CommandAgent(Agent):
             # Anthropic's clients add /v1 themselves.
             "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": session.api_key,
+            "TIDEGATE_MCP_URL": session.mcp_url,
             "MODEL": session.model,
             "SEED": str(session.seed if session.seed is not None else 0),
             "TASK_FILE": str(task_file),

@@ -1,19 +1,23 @@
-"""Remote worker: takes attempts from a gateway, runs an agent on them and finishes them.
+"""Worker: takes attempts from a gateway, runs an agent on them and finishes them.
 
-The agents have a thread and an event loop of their own, so that one that blocks it delays no heartbeat.
+It is the process of a run's own agents as well as of `tidegate worker`. The agents have a thread and an event
+loop of their own, so that one that blocks it delays no heartbeat.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
+import math
 import os
 import secrets
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -22,6 +26,8 @@ import aiohttp
 from tidegate.agents.base import Agent
 from tidegate.agents.worker import CappedLog, Worker
 from tidegate.errors import GatewayError
+from tidegate.service.parent_death import end_with_parent
+from tidegate.service.process import run_together
 
 WAIT_S = 30.0
 """Seconds for which a poll waits for attempts."""
@@ -31,8 +37,13 @@ MAX_CAPACITY = 1024
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 FINISH_S = 120.0
 """Seconds for which a finish is repeated if the gateway does not respond."""
+DELETED = (401, 404)
+"""Status of a finish after the trainer dropped the attempt's group."""
 STOP_S = 5.0
 """Seconds to give back the running attempts at the end."""
+LATE_S, BLOCKED_S = 2.0, 5.0
+"""Seconds after its deadline when an agent that blocks its event loop is reported, and ends the process."""
+GUARD_S = 0.5
 
 
 class RemoteWorker:
@@ -44,12 +55,19 @@ class RemoteWorker:
         agent: The agent.
         concurrency: Limit of attempts that run at the same time.
         tell: Shows a line of text.
+        name: Name of the worker, unique; by default one with the host's name and the process id.
     """
 
     def __init__(
-        self, url: str, key: str, agent: Agent, concurrency: int, tell: Callable[[str], None]
+        self,
+        url: str,
+        key: str,
+        agent: Agent,
+        concurrency: int,
+        tell: Callable[[str], None],
+        name: str | None = None,
     ) -> None:
-        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         self._url = url.rstrip("/")
         self._key = key
         self._concurrency = concurrency
@@ -57,11 +75,13 @@ class RemoteWorker:
         self._worker = Worker(agent, self._emit)
         self._agents = asyncio.new_event_loop()
         """Event loop of the agents; all calls of `_worker` are made on it."""
-        self._keys: dict[str, str] = {}
-        """Key of each attempt that has not been finished."""
+        self._keys: dict[str, tuple[str, str]] = {}
+        """Address and key of each attempt that has not been finished."""
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
+        self._alarm: float | None = None
+        """When the guard's timer ends the process; None without a guard."""
         self._lost = False
         self._told = ""
 
@@ -72,7 +92,7 @@ class RemoteWorker:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._http:
-            polling = asyncio.create_task(self._poll())
+            polling = asyncio.create_task(self._poll_all())
             stopping = asyncio.create_task(stop.wait())
             await asyncio.wait({polling, stopping}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -100,39 +120,89 @@ class RemoteWorker:
         """Give back what is left: attempts that were not finished in time, or that a cancelled poll took."""
         with contextlib.suppress(TimeoutError, GatewayError):  # they end without heartbeats, later
             async with asyncio.timeout(STOP_S):
-                await self._call("/attempts/leave", self._key, {"worker": self.name})
+                await self._call(f"{self._url}/attempts/leave", self._key, {"worker": self.name})
 
     async def _on_agents(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the agents' loop."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._agents))
 
-    async def _poll(self) -> None:
+    async def _poll_all(self) -> None:
+        """Poll each shard of the gateway; the first response tells how many there are."""
+        shards = await self._poll(0, wait_s=0.0)
+        await run_together(self._keep_polling(shard) for shard in range(shards))
+
+    async def _keep_polling(self, shard: int) -> None:
         while True:
             await self._on_agents(asyncio.sleep(0))  # a blocked loop gets no further attempts
-            while (free := self._concurrency - len(self._keys)) <= 0:
-                self._freed.clear()
-                await self._freed.wait()
-            body = {"worker": self.name, "capacity": min(free, MAX_CAPACITY), "wait_s": WAIT_S}
-            answer = await self._call("/attempts/next", self._key, body)
-            for attempt in answer["attempts"]:
-                self._start(attempt)
+            await self._poll(shard, WAIT_S)
 
-    def _start(self, attempt: dict[str, Any]) -> None:
+    async def _poll(self, shard: int, wait_s: float) -> int:
+        """Take and start attempts; return the gateway's number of shards."""
+        while (free := self._concurrency - len(self._keys)) <= 0:
+            self._freed.clear()
+            await self._freed.wait()
+        body = {"worker": self.name, "capacity": min(free, MAX_CAPACITY), "wait_s": wait_s}
+        path = "/attempts/next" + (f"?shard={shard}" if shard else "")
+        answer = await self._call(self._url + path, self._key, body)
+        shards = int(answer.get("shards", 1))
+        for attempt in answer["attempts"]:
+            url = self._url if shards == 1 else attempt["base_url"].partition("/s/")[0]
+            self._start(attempt, url)
+        for name in answer.get("ended", ()):
+            self._drop(name)
+        return shards
+
+    def _start(self, attempt: dict[str, Any], url: str) -> None:
+        """Start an attempt of the gateway or shard at `url`."""
         name = attempt["attempt"]
-        self._keys[name] = attempt["api_key"]
-        self._heartbeats[name] = asyncio.create_task(self._send_heartbeats(name, attempt["heartbeat_s"]))
+        self._keys[name] = (url, attempt["api_key"])
+        if attempt["heartbeat_s"]:
+            heartbeats = self._send_heartbeats(
+                name, f"{url}/attempts/{name}/heartbeat", attempt["heartbeat_s"]
+            )
+            self._heartbeats[name] = asyncio.create_task(heartbeats)
+        end = time.monotonic() + attempt["deadline_s"] + BLOCKED_S
+        if self._alarm is not None and end < self._alarm:
+            self._set_alarm(end)
         self._agents.call_soon_threadsafe(self._worker.start, name, attempt["task"], attempt)
 
-    async def _send_heartbeats(self, attempt: str, interval_s: float) -> None:
+    async def _send_heartbeats(self, attempt: str, url: str, interval_s: float) -> None:
         """Send heartbeats until the gateway has ended the attempt; then cancel the episode."""
         try:
             while True:
                 await asyncio.sleep(interval_s)
-                await self._call(f"/attempts/{attempt}/heartbeat", self._key, {"worker": self.name})
+                await self._call(url, self._key, {"worker": self.name})
         except GatewayError as error:
             self._tell_once(f"the gateway ended an attempt: {error}")
-            self._keys.pop(attempt, None)
-            self._agents.call_soon_threadsafe(self._worker.cancel, attempt)
+            self._drop(attempt)
+
+    def _drop(self, attempt: str) -> None:
+        """Cancel the episode of an attempt that the gateway has ended."""
+        self._keys.pop(attempt, None)
+        self._agents.call_soon_threadsafe(self._worker.cancel, attempt)
+
+    async def guard(self) -> None:
+        """End the process if an agent blocks its event loop, or the interpreter, beyond its deadline.
+
+        Where each thread was is then written to stderr, by a timer that needs no interpreter.
+        """
+        self._alarm = math.inf
+        while True:
+            jobs, now = list(self._worker.jobs.values()), time.monotonic()
+            for job in jobs:
+                if now - job.deadline > LATE_S:
+                    why = "the agent blocked its process beyond its deadline"
+                    self._on_event({"job": job.id, "event": "done", "outcome": "timeout", "error": why})
+            self._set_alarm(min((job.deadline for job in jobs), default=math.inf) + BLOCKED_S)
+            await asyncio.sleep(GUARD_S)
+
+    def _set_alarm(self, end: float) -> None:
+        if end == self._alarm:
+            return
+        self._alarm = end
+        faulthandler.cancel_dump_traceback_later()
+        if end < math.inf:
+            faulthandler.dump_traceback_later(max(end - time.monotonic(), 0.01), exit=True, file=2)
 
     def _emit(self, event: dict[str, Any]) -> None:
         self._loop.call_soon_threadsafe(self._on_event, event)
@@ -141,24 +211,23 @@ class RemoteWorker:
         """Finish an attempt whose episode has ended."""
         attempt = event.pop("job")
         del event["event"]
-        self._heartbeats.pop(attempt).cancel()
+        if (heartbeats := self._heartbeats.pop(attempt, None)) is not None:
+            heartbeats.cancel()
         self._freed.set()
-        if attempt in self._keys:
-            task = asyncio.create_task(self._finish(attempt, event))
+        if (access := self._keys.pop(attempt, None)) is not None:
+            task = asyncio.create_task(self._finish(attempt, *access, event))
             self._finishing.add(task)
             task.add_done_callback(self._finishing.discard)
 
-    async def _finish(self, attempt: str, result: dict[str, Any]) -> None:
+    async def _finish(self, attempt: str, url: str, key: str, result: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(FINISH_S):
-                await self._call(f"/s/{attempt}/finish", self._keys[attempt], result)
+                await self._call(f"{url}/s/{attempt}/finish", key, result)
         except GatewayError as error:
-            self._tell_once(f"an attempt could not be finished: {error}")
+            if error.status not in DELETED:
+                self._tell_once(f"an attempt could not be finished: {error}")
         except TimeoutError:
             self._tell(f"an attempt could not be finished: no response for {FINISH_S:g} s")
-        finally:
-            self._keys.pop(attempt, None)
-            self._freed.set()
 
     def _tell_once(self, text: str) -> None:
         """Show a line that does not repeat the last such one."""
@@ -166,7 +235,7 @@ class RemoteWorker:
             self._told = text
             self._tell(text)
 
-    async def _call(self, path: str, key: str, body: dict[str, Any]) -> Any:
+    async def _call(self, url: str, key: str, body: dict[str, Any]) -> Any:
         """Send a request, again after each failed connection or status of 500 and more.
 
         Raises GatewayError if it is refused.
@@ -175,7 +244,7 @@ class RemoteWorker:
         while True:
             try:
                 async with asyncio.timeout(WAIT_S + RESPONSE_S):
-                    answer = await self._send(path, key, body)
+                    answer = await self._send(url, key, body)
                 if self._lost:
                     self._tell(f"connected to {self._url} again")
                     self._lost = False
@@ -187,10 +256,10 @@ class RemoteWorker:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
-    async def _send(self, path: str, key: str, body: dict[str, Any]) -> Any:
+    async def _send(self, url: str, key: str, body: dict[str, Any]) -> Any:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         data = json.dumps(body).encode()
-        async with self._http.post(self._url + path, data=data, headers=headers) as response:
+        async with self._http.post(url, data=data, headers=headers) as response:
             content = await response.read()
             if response.status >= 500:
                 raise aiohttp.ClientError(f"status {response.status}")
@@ -200,17 +269,29 @@ class RemoteWorker:
             return answer
 
 
-async def serve(url: str, key: str, agent: Agent, concurrency: int) -> None:
-    """Run a worker until SIGINT or SIGTERM. What agents print goes to stderr, within a limit."""
+async def serve(
+    url: str, key: str, agent: Agent, concurrency: int, name: str | None = None, *, owned: bool = False
+) -> None:
+    """Run a worker until SIGINT, SIGTERM or, if it is `owned`, its parent's exit.
+
+    What agents print goes to stderr, within a limit.
+    """
     stderr = sys.stderr
     sys.stdout = sys.stderr = CappedLog(stderr)
 
     def tell(text: str) -> None:
         print(f"tidegate worker: {text}", file=stderr, flush=True)
 
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    worker = RemoteWorker(url, key, agent, concurrency, tell)
-    tell(f"{worker.name} takes up to {concurrency} attempts at a time from {url}")
-    await worker.run(stop)
+        loop.add_signal_handler(number, stop.set)
+    if owned:
+        end_with_parent(lambda: loop.call_soon_threadsafe(stop.set))
+    worker = RemoteWorker(url, key, agent, concurrency, tell, name)
+    if not owned:
+        tell(f"{worker.name} takes up to {concurrency} attempts at a time from {url}")
+    guarding = asyncio.create_task(worker.guard(), name="guard")
+    try:
+        await worker.run(stop)
+    finally:
+        guarding.cancel()

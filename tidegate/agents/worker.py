@@ -1,38 +1,18 @@
-"""Main of an agent process: `python -m tidegate.agents.worker --use REF`.
-
-Reads JSON lines from stdin (the first one: the agent's options) and writes JSON lines to stdout:
-
-    <- {"op": "run", "job": ID, "task": {"id", "messages"},
-        "session": {"base_url", "api_key", "model", "seed", "deadline_s"}}
-    <- {"op": "cancel", "job": ID}
-    -> {"event": "ready"}, or {"event": "failed", "error": TEXT} if the agent cannot be loaded
-    -> {"event": "done", "job": ID, "outcome": null | "agent_error" | "infra_error" | "timeout" |
-        "cancelled", "output": TEXT | null, "reward": NUMBER | null, "metrics": {}, "error": TEXT | null}
-
-The agents' own output goes to stderr, so it cannot mix with the events. At the end of stdin all episodes are
-cancelled and the process exits.
-"""
+"""Runs the episodes of one process on its event loop."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
-import json
-import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.agents.base import Agent, Result, Session, load_agent
-from tidegate.errors import ConfigError, InfrastructureError
-from tidegate.service.address import reachable_address
-from tidegate.service.parent_death import continue_at_parent_exit
-from tidegate.service.process_secrets import shield_process
+from tidegate.agents.base import Agent, Result, Session
+from tidegate.errors import InfrastructureError
 from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 
@@ -46,7 +26,6 @@ MAX_ERROR = 2_000
 """Characters of an error that are recorded with the episode; the log has the full text."""
 GRACE_S = 1.0
 """Time for a cancelled episode to clean up."""
-EXIT_S = 3.0
 
 
 @dataclass(slots=True)
@@ -65,13 +44,6 @@ class Worker:
     emit: Callable[[dict[str, Any]], None]
     jobs: dict[str, EpisodeJob] = field(default_factory=dict)
     _watches: set[asyncio.Task[None]] = field(default_factory=set)
-
-    def handle(self, line: bytes) -> None:
-        command = json.loads(line)
-        if command["op"] == "run":
-            self.start(command["job"], command["task"], command["session"])
-        elif command["op"] == "cancel":
-            self.cancel(command["job"])
 
     def cancel(self, job_id: str) -> None:
         """Cancels an episode, if it runs."""
@@ -174,56 +146,3 @@ class CappedLog(io.TextIOBase):
 
     def fileno(self) -> int:
         return int(self._target.fileno())
-
-
-async def _serve(use: str, options: dict[str, Any], stdout: int) -> int:
-    loop = asyncio.get_running_loop()
-    # asyncio's transport does not block, and outlives this function's last write.
-    events, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(stdout, "wb", buffering=0))
-
-    def emit(event: dict[str, Any]) -> None:
-        events.write(json.dumps(event).encode() + b"\n")
-
-    try:
-        worker = Worker(load_agent(use, options), emit)
-    except ConfigError as error:
-        emit({"event": "failed", "error": str(error)})
-        events.close()
-        return error.exit_code
-    eof = asyncio.Event()
-    threading.Thread(target=_read_commands, args=(loop, worker, eof), daemon=True, name="commands").start()
-    emit({"event": "ready"})
-    await eof.wait()
-    await worker.stop()
-    return 0
-
-
-def _read_commands(loop: asyncio.AbstractEventLoop, worker: Worker, eof: asyncio.Event) -> None:
-    for line in sys.stdin.buffer:
-        loop.call_soon_threadsafe(worker.handle, line)
-    loop.call_soon_threadsafe(eof.set)
-    time.sleep(EXIT_S)
-    os._exit(1)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="An agent process; started by the trainer.")
-    parser.add_argument("--use", required=True, help="a built-in agent, file.py:Name or module:Name")
-    arguments = parser.parse_args()
-    continue_at_parent_exit()
-    shield_process()
-    options = json.loads(sys.stdin.buffer.readline() or b"{}")
-    stdout = os.dup(1)
-    os.dup2(2, 1)  # for the agents' child processes, too
-    sys.stdout = sys.stderr = CappedLog(sys.stderr)
-    local = f"127.0.0.1,localhost,::1,{reachable_address()}"
-    for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach a gateway on this machine
-        os.environ[name] = ",".join(filter(None, [os.environ.get(name), local]))
-    code = asyncio.run(_serve(arguments.use, options, stdout))
-    # Threads of agents that never return must not keep the process alive.
-    sys.stderr.flush()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from tidegate.errors import ConfigError
 from tidegate.service.process_secrets import receive_secrets, shield_process
 
 if TYPE_CHECKING:
-    from tidegate.gateway.groups.rewards import Rewarder
+    from tidegate.gateway.environments.base import EnvironmentService
     from tidegate.gateway.options import GatewayOptions
     from tidegate.settings.servers import GatewayCommand
 
@@ -43,6 +43,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
     from tidegate.gateway.server import serve, serve_front
+    from tidegate.service.api_key import ENV_KEY
     from tidegate.service.serve import Listen
     from tidegate.settings.sections import load
     from tidegate.settings.servers import GatewayCommand
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     settings = load(GatewayCommand, None, rest)
     gateway = settings.gateway
-    names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY}
+    names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY, "env_key": ENV_KEY}
     keys = {name: os.environ.pop(variable, None) for name, variable in names.items()}
     secrets = _secrets(arguments, settings, {name: key for name, key in keys.items() if key is not None})
     if not gateway.on_loopback and secrets.get("admin_key") is None:
@@ -89,8 +90,6 @@ def _secrets(arguments: argparse.Namespace, settings: GatewayCommand, keys: dict
 def _options(
     arguments: argparse.Namespace, settings: GatewayCommand, secrets: dict[str, Any]
 ) -> GatewayOptions:
-    from tidegate.envs.base import check_reward_timeout, load_environment
-    from tidegate.gateway.clients.scoring import ENVIRONMENT, scorer_of
     from tidegate.gateway.engines.engine import PoolOptions
     from tidegate.gateway.options import GatewayOptions
     from tidegate.gateway.sessions.limits import SessionLimits
@@ -98,18 +97,11 @@ def _options(
     from tidegate.loading import load_object
     from tidegate.types import Sampling
 
-    gateway, env, clients = settings.gateway, settings.env, settings.clients
-    rewarders: Mapping[str, Rewarder] = {}
-    if env.use:
-        environment = load_environment(env.use, secrets["env_options"])
-        check_reward_timeout(environment, env.reward_timeout_s)
-        rewarders = environment.rewarders()
+    gateway, clients = settings.gateway, settings.clients
     index, shards = arguments.shard
     journal = arguments.journal
     if journal is not None and shards == 1:  # a shard is given its own part
         journal = journal_of(journal, 0, 1)
-    if uses := gateway.conversation_rewards:
-        rewarders = {**rewarders, ENVIRONMENT: scorer_of(uses, gateway.reward_range)}
     return GatewayOptions(
         model=settings.model.path,
         public_url=gateway.public_url,
@@ -119,8 +111,7 @@ def _options(
         tool_parser=gateway.tool_parser,
         structured_output=gateway.structured_output,
         untrained_models=gateway.untrained_models,
-        rewarders=rewarders,
-        reward_timeout_s=env.reward_timeout_s,
+        environments=_environments(settings, secrets),
         limits=SessionLimits(**settings.limits.model_dump()),
         keys=gateway.keys,
         max_client_groups=clients.max_groups,
@@ -134,6 +125,27 @@ def _options(
         pool=PoolOptions(shards=shards),
         id_prefix=id_prefix(index) if shards > 1 else "",
     )
+
+
+def _environments(settings: GatewayCommand, secrets: dict[str, Any]) -> EnvironmentService | None:
+    """Returns the environments: those at `env.urls`, or of a service that the gateway starts for itself."""
+    from tidegate.gateway.environments.client import EnvironmentClient
+    from tidegate.gateway.environments.process import OwnedEnvironments
+    from tidegate.settings.sections import arguments_of
+    from tidegate.settings.servers import EnvCommand
+
+    env, gateway = settings.env, settings.gateway
+    if env.urls:
+        return EnvironmentClient(env.urls, secrets.get("env_key"))
+    if not (env.use or gateway.conversation_rewards):
+        return None
+    command = EnvCommand.model_validate({"env": env.model_dump(exclude={"urls"})})
+    environment = {
+        "options": secrets["env_options"],
+        "conversation_rewards": gateway.conversation_rewards,
+        "reward_range": gateway.reward_range,
+    }
+    return OwnedEnvironments(arguments_of(command, "env.options"), environment)
 
 
 def _shard_arguments(arguments: argparse.Namespace, settings: GatewayCommand) -> Callable[[int], list[str]]:

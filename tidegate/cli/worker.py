@@ -1,4 +1,8 @@
-"""`tidegate worker`: runs an agent on attempts that it takes from a gateway elsewhere."""
+"""`tidegate worker`: runs an agent on attempts that it takes from a gateway.
+
+A run starts its own agents' processes as this command, too: `--owned`, with what is secret passed through a
+socket.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
-from tidegate.cli.commands import Subparsers
+from tidegate.cli.commands import Subparsers, add_parent
 from tidegate.errors import ConfigError
-from tidegate.service.process_secrets import shield_process
+from tidegate.service.process_secrets import receive_secrets, shield_process
 
 
 def add(subparsers: Subparsers) -> None:
@@ -29,6 +34,8 @@ def add(subparsers: Subparsers) -> None:
         "--concurrency", type=int, default=64, metavar="N", help="attempts that run at the same time"
     )
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="file with the worker key")
+    parser.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
+    add_parent(parser)
     parser.set_defaults(run=run)
 
 
@@ -37,14 +44,37 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.agents.remote_worker import serve
 
     shield_process()
-    key = _key(arguments.key_file)
+    secrets = _secrets(arguments)
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency} must be at least 1")
-    agent = load_agent(arguments.agent, arguments.options)
-    asyncio.run(serve(arguments.gateway, key, agent, arguments.concurrency))
+    name = secrets.get("name")
+    try:
+        agent = load_agent(arguments.agent, secrets["options"])
+    except ConfigError as error:
+        _announce(arguments.announce, {"error": str(error)})
+        raise
+    _announce(arguments.announce, {"url": name})
+    asyncio.run(
+        serve(arguments.gateway, secrets["key"], agent, arguments.concurrency, name, owned=arguments.owned)
+    )
     # Threads of agents that never return must not keep the process running.
     sys.stderr.flush()
     os._exit(0)
+
+
+def _announce(file: Path | None, what: dict[str, str | None]) -> None:
+    """Tells the owner that the agent is loaded, or why it is not."""
+    from tidegate.service.serve import write_atomically
+
+    if file is not None:
+        write_atomically(file, json.dumps(what))
+
+
+def _secrets(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the worker key and the agent's options; of an owned worker its name, too."""
+    if arguments.secrets_fd is not None:
+        return receive_secrets(arguments.secrets_fd)
+    return {"key": _key(arguments.key_file), "options": arguments.options}
 
 
 def _key(file: Path | None) -> str:

@@ -22,9 +22,11 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.trainer.processes.agent_worker import AgentWorker
+from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.launcher import admin_key
+from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.supervisor import TaskSupervisor
 
 
 @dataclass(slots=True)
@@ -111,13 +113,17 @@ class Examination:
         if (source := self.settings.agent.source) != "local":
             self._skip("episode", f"agent.source is {source}; to check an agent, add --agent.source local")
             return
-        worker = await self._worker(stack)
-        if gateway is None or worker is None:
-            self._skip("episode", "gateway or agent could not start")
+        if gateway is None:
+            self._skip("episode", "the gateway could not start")
+            return
+        agents = await self._agents(stack, gateway)
+        if agents is None:
+            self._skip("episode", "the agent could not start")
             return
         for number, task in enumerate(first_tasks(environment, self.episodes)):
             try:
-                episode = await run_episode(self.settings, gateway, worker, task, f"episode-{number}")
+                running = run_episode(self.settings, gateway, task, f"episode-{number}")
+                episode = await agents.run(running)
             except (GatewayError, StartError) as failure:
                 self._report([error("episode", "episode_failed", f"the episode could not be run: {failure}")])
                 return
@@ -140,13 +146,21 @@ class Examination:
         self._report([ok("gateway", f"serves at {client.url}")])
         return client
 
-    async def _worker(self, stack: contextlib.AsyncExitStack) -> AgentWorker | None:
-        agent = self.settings.agent
+    async def _agents(
+        self, stack: contextlib.AsyncExitStack, gateway: GatewayClient
+    ) -> TaskSupervisor | None:
+        """Starts the agents' process and returns the supervisor that restarts it."""
+        agent, access = self.settings.agent, GatewayAccess(gateway.url, gateway.agents_key)
+        process = AgentProcess(agent, access, self.folder, "agent")
+        stack.push_async_callback(process.stop)
         try:
-            worker = await AgentWorker.start(agent.use, agent.options, self.folder / "logs" / "agent.log")
+            await process.start()
         except (ConfigError, StartError) as failure:
             self._report([error("agent", "agent_unloadable", f"your agent cannot be loaded: {failure}")])
             return None
-        stack.push_async_callback(worker.close)
+        workers = GatewayWorkers(gateway, await stack.enter_async_context(GatewayClient(*access)))
+        supervisor = TaskSupervisor()
+        stack.push_async_callback(supervisor.close)
+        supervisor.watch(supervise_agents(process, workers, lambda _: None), process.name)
         self._report([ok("agent", f"{agent.use} is loaded")])
-        return worker
+        return supervisor

@@ -12,17 +12,18 @@ from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
 from tidegate.gateway.client import GatewayClient, SessionSummary
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
-from tidegate.types import MODEL_NAME, Outcome, Sampling, Task, Trajectory, Turn
+from tidegate.trainer.rollout.episodes import EpisodeSource
+from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
 
 ERROR_SHOWN = 400
 
 
 @dataclass(frozen=True, slots=True)
 class TrialEpisode:
-    """The result that the agent's process reported, and the gateway's record."""
+    """The gateway's record of an episode."""
 
-    agent_result: AgentResult
+    reported: Outcome | None
+    """Outcome that the agent's process reported; None if the agent returned."""
     summary: SessionSummary
     trajectory: Trajectory
     refusals: dict[str, int]
@@ -31,36 +32,16 @@ class TrialEpisode:
     """Calls with a sampling parameter that had no effect, by parameter."""
 
 
-async def run_episode(
-    settings: Settings, gateway: GatewayClient, worker: AgentWorker, task: Task, name: str
-) -> TrialEpisode:
-    """Opens a session, runs the agent and finishes the session. Raises GatewayError, StartError."""
+async def run_episode(settings: Settings, gateway: GatewayClient, task: Task, name: str) -> TrialEpisode:
+    """Has an agents' process of the gateway run an episode. Raises GatewayError."""
     sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
     before = await gateway.metrics()
-    access = await gateway.open_session(
-        task=task, sampling=sampling, deadline_s=settings.agent.deadline_s, seed=0
-    )
-    result = await worker.run(
-        name,
-        task.view(),
-        base_url=access.base_url,
-        api_key=access.api_key,
-        model=MODEL_NAME,
-        seed=0,
-        deadline_s=settings.agent.deadline_s,
-    )
-    summary = await gateway.finish(
-        access.session_id,
-        output=result.output,
-        outcome=result.outcome,
-        reward=result.reward,
-        metrics=result.metrics,
-        error=result.error,
-    )
-    trajectory = await gateway.trajectory(access.session_id)
+    summary = await EpisodeSource.of(settings.agent, gateway).run(name, task, sampling, "train", seed=0)
+    reported = await gateway.reported(summary.session_id)
+    trajectory = await gateway.trajectory(summary.session_id)
     after = await gateway.metrics()
     new = [_new(before, after, name) for name in ("refusals_total", "overridden_parameters_total")]
-    return TrialEpisode(result, summary, trajectory, *new)
+    return TrialEpisode(reported, summary, trajectory, *new)
 
 
 def _new(before: str, after: str, name: str) -> dict[str, int]:
@@ -104,24 +85,24 @@ def judge_episode(episode: TrialEpisode, settings: Settings, renderer: Renderer)
 
 
 def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
-    result, summary = episode.agent_result, episode.summary
-    why = (summary.error or result.error or "")[:ERROR_SHOWN].strip()
+    reported, summary = episode.reported, episode.summary
+    why = (summary.error or "")[:ERROR_SHOWN].strip()
     silent = "" if episode.trajectory.turns or episode.refusals else "; it never called the gateway"
     if summary.outcome is Outcome.INFRA_ERROR:
         yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
-    elif result.outcome is Outcome.TIMEOUT and "blocked" in (result.error or ""):
+    elif reported is Outcome.TIMEOUT and "blocked" in why:
         text = f"your agent blocked its process: {why}{silent}"
         fix = "make it a plain (not async) function, or await its slow operations"
         yield error("episode", "agent_blocked", text, fix)
-    elif result.outcome is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
+    elif reported is Outcome.TIMEOUT or summary.outcome is Outcome.TIMEOUT:
         text = (
             f"your agent hung: it did not return by its deadline of {settings.agent.deadline_s:g} s{silent}"
         )
         yield error("episode", "agent_hung", text, "raise agent.deadline_s if it needs more time")
-    elif result.outcome is Outcome.CANCELLED:
+    elif reported is Outcome.CANCELLED:
         text = f"your agent exited its process: {why}{silent}"
         yield error("episode", "agent_exited", text, "an agent returns its output; it must not exit")
-    elif result.outcome is Outcome.AGENT_ERROR:
+    elif reported is Outcome.AGENT_ERROR:
         yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
     elif not any(turn.delivered for turn in episode.trajectory.turns) and episode.refusals:
         yield error("episode", "all_refused", f"your agent got no reply: {why}")
@@ -131,7 +112,7 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
         yield error("episode", "never_called", text, fix)
     elif summary.outcome is Outcome.REWARD_ERROR:
         yield error("episode", "reward_failed", f"the episode has no reward: {why}")
-    elif result.output is None:
+    elif episode.trajectory.output is None:
         text = "your agent returned no output: rewards receive None"
         yield warning("episode", "agent_no_output", text, "return the answer as text")
 
@@ -139,7 +120,7 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
 def _hint(episode: TrialEpisode) -> str:
     if "context_length_exceeded" in episode.refusals:
         return "its prompt exceeds the engine's context (engine.max_context of embedded engines)"
-    if not episode.trajectory.turns and "Connection" in (episode.agent_result.error or ""):
+    if not episode.trajectory.turns and "Connection" in (episode.summary.error or ""):
         return "it must call session.base_url, not an address of its own"
     return ""
 
@@ -230,7 +211,7 @@ def _branches(turns: list[Turn]) -> Iterator[Finding]:
 
 def _delivery(episode: TrialEpisode) -> Iterator[Finding]:
     lost = sum(not turn.delivered for turn in episode.trajectory.turns)
-    if lost and episode.agent_result.outcome is None:
+    if lost and episode.reported is None:
         text = (
             f"your agent did not wait for {_count(lost, 'reply', 'replies')}; "
             "undelivered replies are not trained on"

@@ -5,23 +5,32 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.tools import Tool, tools_of
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, load_object
-from tidegate.service.threads import in_thread
 from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
     "arithmetic": "tidegate.envs.arithmetic:Arithmetic",
+    "customer_service": "tidegate.envs.customer_service.customer_service:CustomerService",
     "dataset": "tidegate.envs.datasets.dataset:Dataset",
     "gsm8k": "tidegate.envs.datasets.gsm8k:GSM8K",
     "mixture": "tidegate.envs.mixture:Mixture",
     "search_qa": "tidegate.envs.search.search_qa:SearchQA",
 }
+
+ADAPTERS = {
+    "gymnasium": "tidegate.envs.adapters.gymnasium:Gymnasium",
+    "mcp": "tidegate.envs.adapters.mcp:McpTools",
+    "openenv": "tidegate.envs.adapters.openenv:OpenEnv",
+    "reasoning_gym": "tidegate.envs.adapters.reasoning_gym:ReasoningGym",
+    "textarena": "tidegate.envs.adapters.textarena:TextArena",
+    "verifiers": "tidegate.envs.adapters.verifiers:Verifiers",
+}
+"""Prefixes of `env.use` that name an environment of another library: `"textarena:Nim-v0"`."""
 
 RESERVED_NAMES = ("mean", "std", "zero_variance_ratio", "all_solved_ratio", "all_failed_ratio")
 """Names that a reward cannot have, because `reward/<name>` is a metric over all rewards."""
@@ -110,22 +119,17 @@ class Environment(ABC):
         """Names of the rewards; empty if the agent's own reward is used."""
         return [reward.name for reward in self.rewards]
 
-    async def score_async(
+    async def await_rewards(
         self,
         task: Task,
         trajectory: Trajectory | None,
         output: str | None,
         messages: Sequence[Message],
         state: Any = None,
-    ) -> Scored:
-        """Scores one episode; async rewards run on the event loop, then the others together in a thread.
-
-        Arguments, result and exceptions are those of `score`.
-        """
+    ) -> dict[str, Grade]:
+        """Returns the grades of the async rewards by name. Arguments and exceptions are those of `score`."""
         arguments = self._arguments(task, trajectory, output, messages, state)
-        awaited = {r.name: await r.grade_async(arguments) for r in self.rewards if r.is_async}
-        call = partial(self.score, task, trajectory, output, messages, state, awaited)
-        return await in_thread(call, "reward")
+        return {r.name: await r.grade_async(arguments) for r in self.rewards if r.is_async}
 
     def score(
         self,
@@ -214,14 +218,22 @@ def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
     """Loads the environment that the settings name.
 
     Args:
-        use: A built-in name, `file.py:Name`, or `module:Name` of a class or an instance.
+        use: A built-in name, `file.py:Name`, `module:Name` of a class or an instance, or a key of ADAPTERS
+            with a colon and the environment's name in that library.
         options: Arguments of the class's constructor.
 
     Raises:
         ConfigError: The environment cannot be loaded, does not take an option, or its rewards' names are
             reserved or not distinct.
     """
-    loaded = load_object(use, BUILT_IN, "environment")
+    library, _, id = use.partition(":")
+    if library in ADAPTERS:
+        if not id:
+            raise ConfigError(f"env.use = {use!r} names no environment: write '{library}:<environment>'")
+        if "id" in options:
+            raise ConfigError(f"the environment {use!r} has no option 'id': env.use names it")
+        options = {"id": id, **options}
+    loaded = load_object(ADAPTERS.get(library, use), BUILT_IN, "environment")
     if isinstance(loaded, type) and issubclass(loaded, Environment):
         environment = construct(loaded, options, f"environment {use!r}")
     elif options:

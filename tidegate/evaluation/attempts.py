@@ -5,27 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
+from tidegate.errors import ConfigError
+from tidegate.evaluation.offers import Offers
 from tidegate.evaluation.sampler import SampledAttempt
+from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.groups.rewards import Scorer
+from tidegate.service.service import LOOPBACK
 from tidegate.trainer.preflight import check_engines
-from tidegate.trainer.processes.agent_worker import AgentResult, AgentWorker
+from tidegate.trainer.processes.agents import AgentProcess, supervise_agents
 from tidegate.trainer.processes.launcher import start_processes
-from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.servers import LocalProcesses, environment_server
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 
 @dataclass(slots=True)
 class _HostedAttempt:
-    episodes: LocalEpisodes
+    episodes: EpisodeSource
     sampling: Sampling
 
     async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
@@ -56,8 +62,7 @@ async def hosted(
             processes = await start_processes(
                 settings, directory, lambda: (weights, 0), guard, note, stack, LocalProcesses()
             )
-            episodes = LocalEpisodes(processes.gateway, processes.worker, settings.agent.deadline_s)
-            yield _HostedAttempt(episodes, sampling)
+            yield _HostedAttempt(EpisodeSource.of(settings.agent, processes.gateway), sampling)
         finally:
             await guard.close()  # before the processes stop, which it would report as failures
 
@@ -74,57 +79,77 @@ class ModelEndpoint:
 @dataclass(slots=True)
 class _DirectAttempt:
     endpoint: ModelEndpoint
-    worker: AgentWorker
+    offers: Offers
     scorer: Scorer
     deadline_s: float
 
     async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
         began = time.monotonic()
-        result = await self.worker.run(
-            name,
-            task.view(),
-            base_url=self.endpoint.base_url,
-            api_key=self.endpoint.api_key,
-            model=self.endpoint.model,
-            seed=seed,
-            deadline_s=self.deadline_s,
+        report = await self.offers.run(
+            {
+                "task": {"id": task.id, "messages": task.messages},
+                "base_url": self.endpoint.base_url,
+                "api_key": self.endpoint.api_key,
+                "model": self.endpoint.model,
+                "seed": seed,
+                "deadline_s": self.deadline_s,
+            }
         )
-        trajectory = _trajectory(task, result)
-        await self.scorer.reward(trajectory, task, {}, result.reward)
+        trajectory = _trajectory(task, report)
+        await self.scorer.reward(trajectory, task, {}, report.get("reward"))
         trajectory.seconds = time.monotonic() - began
         return trajectory
 
 
 @contextlib.asynccontextmanager
 async def direct(
-    settings: Settings, environment: Environment, endpoint: ModelEndpoint, directory: Path
+    settings: Settings,
+    environment: Environment,
+    endpoint: ModelEndpoint,
+    directory: Path,
+    guard: TaskSupervisor,
+    note: Callable[[str], None],
 ) -> AsyncIterator[SampledAttempt]:
     """Yields a function that runs an episode against the endpoint; raises StartError or ConfigError.
+
+    If the agents' process fails for good, the task of `guard` ends.
 
     There is no gateway: the agent and the endpoint determine the sampling, and a trajectory has messages (the
     task's, and the output as the reply) but no turns or tokens.
     """
-    worker = await AgentWorker.start(
-        settings.agent.use, settings.agent.options, directory / "logs" / "agent.log"
-    )
-    try:
-        scorer = Scorer(environment.rewarders(), settings.env.reward_timeout_s)
-        yield _DirectAttempt(endpoint, worker, scorer, settings.agent.deadline_s)
-    finally:
-        await worker.close()
+    if environment.stateful:
+        raise ConfigError(
+            f"env.use = {settings.env.use!r} has states or tools, which agents reach through a gateway: "
+            "evaluate a model of your own, without --url"
+        )
+    offers, key = Offers(), secrets.token_urlsafe(24)
+    async with contextlib.AsyncExitStack() as stack:
+        service = environment_server(settings, key, directory, LOOPBACK, 0)
+        stack.push_async_callback(service.stop)
+        environments = EnvironmentClient([await service.start()], key)
+        stack.push_async_callback(environments.close)
+        await environments.start()
+        access = await stack.enter_async_context(offers.serve())
+        process = AgentProcess(settings.agent, access, directory, "agent")
+        stack.push_async_callback(process.stop)
+        stack.push_async_callback(guard.close)
+        await process.start()
+        guard.watch(supervise_agents(process, offers, note), process.name)
+        yield _DirectAttempt(endpoint, offers, Scorer(environments), settings.agent.deadline_s)
 
 
-def _trajectory(task: Task, result: AgentResult) -> Trajectory:
-    reply = [] if result.output is None else [{"role": "assistant", "content": result.output}]
+def _trajectory(task: Task, report: Mapping[str, Any]) -> Trajectory:
+    output, outcome = report.get("output"), report["outcome"]
+    reply = [] if output is None else [{"role": "assistant", "content": output}]
     return Trajectory(
         session_id="",
         task_id=task.id,
         env=task.env,
         split="eval",
-        outcome=result.outcome or Outcome.COMPLETED,
+        outcome=Outcome.COMPLETED if outcome is None else Outcome(outcome),
         turns=[],
-        metrics=dict(result.metrics),
-        output=result.output,
-        error=result.error,
+        metrics=report.get("metrics", {}),
+        output=output,
+        error=report.get("error"),
         messages=[*task.messages, *reply],
     )

@@ -146,7 +146,7 @@ async def _attempts(
     job: EvalJob, environment: Environment, guard: TaskSupervisor, note: Callable[[str], None]
 ) -> AsyncIterator[SampledAttempt]:
     if job.endpoint is not None:
-        async with direct(job.settings, environment, job.endpoint, job.directory) as attempt:
+        async with direct(job.settings, environment, job.endpoint, job.directory, guard, note) as attempt:
             yield attempt
     else:
         async with hosted(job.settings, job.sampling, job.directory, guard, note) as attempt:

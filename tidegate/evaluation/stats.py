@@ -73,6 +73,41 @@ def wilson(right: int, total: int) -> tuple[float, float]:
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
+def student(mean: float, variance: float, total: int) -> tuple[float, float]:
+    """Returns the interval of a mean at LEVEL by Student's t (1908, Biometrika 6:1).
+
+    In constant time, for values that are counted as they arrive. Raises ValueError for fewer than two values.
+
+    Args:
+        mean: Mean of the values.
+        variance: Their variance, with divisor `total` − 1.
+        total: Their number.
+    """
+    if total < 2:
+        raise ValueError(f"{total} values have no variance")
+    half = _t_quantile(total - 1) * math.sqrt(variance / total)
+    return mean - half, mean + half
+
+
+def _t_quantile(degrees: int) -> float:
+    """Returns the t distribution's quantile at (1 + LEVEL) / 2.
+
+    Exact for one and two degrees of freedom; else the expansion 26.7.5 of Abramowitz and Stegun (1964), which
+    is less than 1% too small.
+    """
+    if degrees == 1:
+        return math.tan(math.pi * LEVEL / 2)
+    if degrees == 2:
+        return LEVEL * math.sqrt(2 / (1 - LEVEL**2))
+    z, n = _Z, degrees
+    terms = (
+        (z**3 + z) / (4 * n),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3),
+    )
+    return z + sum(terms)
+
+
 def bootstrap(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
     """Returns the percentile interval of the mean at LEVEL; `values` has shape [tasks]."""
     rng = np.random.default_rng(seed)

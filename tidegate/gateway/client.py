@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.ids import agents_key
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fields_of, from_wire
@@ -87,6 +88,10 @@ class GroupRow:
     """Newest policy version of a group that is ready or leased."""
     reward: float | None = None
     """Mean reward of such a group's episodes."""
+    client: str | None = None
+    """Name of the project key that began a live group; None if none did."""
+    outcome: str | None = None
+    """How a client's conversation has ended without a reward; None if it has not."""
 
 
 class GatewayClient(HttpClient):
@@ -105,6 +110,8 @@ class GatewayClient(HttpClient):
     def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
         super().__init__(admin_key)
         self.url = url.rstrip("/")
+        self.agents_key = agents_key(admin_key)
+        """Key with which the trainer's own agents take attempts."""
         self._call_s = call_s
         self._has_responded = False
         self._abort_reason: str | None = None
@@ -152,8 +159,9 @@ class GatewayClient(HttpClient):
             limits: Budgets of the session: `turns`, `tokens`, `seconds` and `calls` (concurrent ones).
             untrained_models: Model names whose calls are recorded and not trained on.
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
-            offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval. Its
-                deadline then starts, with a new key, when a worker takes it.
+            offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval; 0: to
+                the trainer's own agents, which send none. Its deadline then starts, with a new key, when a
+                worker takes it.
             candidate: Whether to sample from the candidate version while there is one.
 
         Returns:
@@ -231,6 +239,13 @@ class GatewayClient(HttpClient):
             row = await self._json("GET", path, timeout_s=FINISH_S)
         return _summary(row)
 
+    async def leave(self, worker: str) -> int:
+        """Ends the attempts of a worker that has exited; returns how many of its agents had returned.
+
+        The client's key must be a worker key.
+        """
+        return int((await self._json("POST", "/attempts/leave", {"worker": worker}))["returned"])
+
     async def attempts(self) -> dict[str, Any]:
         """Returns the number of `queued` attempts, and the `workers`."""
         rows: dict[str, Any] = await self._json("GET", "/attempts")
@@ -247,6 +262,11 @@ class GatewayClient(HttpClient):
         """Returns a finished session's trajectory."""
         data = await self._call("GET", f"/sessions/{_quote(session_id)}/trajectory")
         return from_wire(data, Trajectory)
+
+    async def reported(self, session_id: str) -> Outcome | None:
+        """Returns the outcome that a finished session's agent reported; None if it left it to the gateway."""
+        outcome = (await self._json("GET", f"/sessions/{_quote(session_id)}"))["reported"]
+        return None if outcome is None else Outcome(outcome)
 
     async def delete_session(self, session_id: str) -> None:
         """Aborts and deletes a session. Idempotent."""

@@ -98,3 +98,8 @@ def queue_full(message: str) -> ApiError:
 def not_recorded(message: str) -> ApiError:
     """Returns the error for a reply that the journal could not record. A retry may get the reply."""
     return ApiError(message, status=503, type="journal_error", code="journal_error", retryable=True)
+
+
+def environment_failure(message: str) -> ApiError:
+    """Returns the error for a session whose environment lost its state; a retry cannot succeed."""
+    return ApiError(message, status=424, type="environment_error", code="environment_error")

@@ -15,6 +15,8 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.attempts.queue import AttemptQueue
 from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
 from tidegate.gateway.engines.pool import EnginePool
+from tidegate.gateway.environments.calls import EnvironmentCalls
+from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
 from tidegate.gateway.groups.rewards import Scorer
 from tidegate.gateway.groups.store import GroupStore
@@ -64,17 +66,22 @@ class Gateway:
             options.id_prefix,
             on_new_epoch=lambda: self.finisher.cancel_older(),
         )
-        self.scorer = Scorer(options.rewarders, options.reward_timeout_s)
+        self.scorer = Scorer(options.environments)
+        self.states = EpisodeStates(options.environments, self.journal, options.grace_s)
+        self.environments = EnvironmentCalls(self.states, self.journal, self.metrics)
         self.finisher = SessionFinisher(
             self.journal,
             self.sessions,
             self.groups,
             self.scorer,
+            self.states,
             self.metrics,
             grace_s=options.grace_s,
             retention_s=options.retention_s,
         )
-        self.attempts = AttemptQueue(self.journal, self.sessions, self.finisher)
+        self.attempts = AttemptQueue(
+            self.journal, self.sessions, self.finisher, self.states, options.id_prefix
+        )
         self.pool = EnginePool(options.pool, self.fail)
         prompts = PromptBuilder(
             self.renderer,
@@ -98,6 +105,8 @@ class Gateway:
         report = await asyncio.to_thread(check_conformance, self.renderer)
         log.info("chat template: %s", report.summary())
         log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
+        if self.options.environments is not None:
+            await self.options.environments.start()
         recovered = self.journal.load()
         self.groups.restore(recovered)
         self.pool.trainer_managed = recovered.trainer_managed
@@ -114,6 +123,7 @@ class Gateway:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         self.threads.close()
+        await self.states.close(keep=self.options.journal is not None)
         await self.pool.close()
         await self.journal.close()
 
@@ -122,6 +132,7 @@ class Gateway:
         for session in recovered.sessions:
             self.sessions.add(session)
             self.attempts.restore(session)
+            self.states.restore(session)
             if session.trajectory is None and session.ending is not None:
                 self.finisher.start_finishing(session)
         self.finisher.cancel_older()
@@ -173,6 +184,8 @@ class Gateway:
                 self.sessions.forget(session)
             elif session.offer_heartbeat_s is not None:
                 self.attempts.add(session)
+            else:
+                self.states.start(session)
 
         session.opening = self.journal.opened(session)
         session.opening.add_done_callback(written)

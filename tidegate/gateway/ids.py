@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import random
 import secrets
 from hashlib import sha256
@@ -12,6 +13,11 @@ _RANDOM = random.Random()  # not the shared generator, which other code may seed
 def unique_name() -> str:
     """Returns 32 unique hexadecimal digits. Not a secret: they are predictable from earlier ones."""
     return f"{_RANDOM.getrandbits(128):032x}"
+
+
+def agents_key(admin_key: str | None) -> str:
+    """Returns the worker key of a trainer's own agents, from which the admin key cannot be computed."""
+    return hmac.new((admin_key or "").encode(), b"agents", sha256).hexdigest()
 
 
 def hash_key(key: str) -> bytes:

@@ -41,3 +41,7 @@ class GatewayMetrics:
     overridden_parameters: Counter[str] = labelled("parameter")
     """Training requests by the agent's sampling parameter that was overridden."""
     tool_call_parses: Counter[str] = labelled("status")
+    tool_calls: Counter[str] = labelled("tool")
+    """Calls of environments' tools; names that no environment has are counted as `unknown`."""
+    tool_errors: Counter[str] = labelled("tool")
+    tool_seconds: Histogram = histogram(f"{PREFIX}_tool_seconds", _SECONDS)

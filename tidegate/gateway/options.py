@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.gateway.engines.engine import PoolOptions
-from tidegate.gateway.groups.rewards import Rewarder
+from tidegate.gateway.environments.base import EnvironmentService
 from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.turns.redaction import Redaction
@@ -49,10 +49,8 @@ class GatewayOptions:
     """How training sessions sample replies with a JSON schema: as free `text`, or under a `grammar`."""
     untrained_models: Sequence[str] = ()
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
-    rewarders: Mapping[str, Rewarder] = field(default_factory=dict)
-    """Reward functions by environment name."""
-    reward_timeout_s: float = 60.0
-    """Timeout of the reward functions of one episode, from their start."""
+    environments: EnvironmentService | None = None
+    """The environments of the tasks; None: agents and clients give the rewards."""
     session_deadline_s: float = 3600.0
     """Default deadline of a session."""
     grace_s: float = 60.0

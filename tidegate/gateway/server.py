@@ -67,7 +67,7 @@ def serve_front(
 
 
 def _check_admin_key(listen: Listen, admin_key: str | None) -> None:
-    if listen.host not in ("127.0.0.1", "localhost", "::1") and admin_key is None:
+    if not listen.on_loopback and admin_key is None:
         raise ConfigError(
             f"listening on {listen.host} without an admin key would give anyone access: set an admin key, or "
             "listen on loopback"

@@ -57,7 +57,7 @@ def processes(settings: Settings) -> Iterator[str]:
     elif settings.agent.source == "client":
         yield "agents    none: clients form groups or make plain calls (docs/groups.md, docs/online.md)"
     else:
-        yield f"agents    python -m tidegate.agents.worker --use {shlex.quote(settings.agent.use)}"
+        yield f"agents    tidegate worker --agent {shlex.quote(settings.agent.use)}"
     trainer = settings.trainer
     others = f" and {trainer.ranks - 1} more ranks" if trainer.ranks > 1 else ""
     yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"

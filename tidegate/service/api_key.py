@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from starlette.requests import Request
 
+ENV_KEY = "TIDEGATE_ENV_KEY"
+"""Environment variable with the key of an environment service."""
+
 
 class ApiKey:
     """FastAPI dependency that refuses calls without the server's key; without a key all calls pass.

@@ -12,11 +12,15 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for a program whose parent has exited."""
+EXIT_S = 5.0
+"""Seconds in which a process may end after its parent's exit."""
 
 
 def exec_tied_to_parent(command: Sequence[str], parent: int) -> None:
@@ -39,6 +43,23 @@ def continue_at_parent_exit() -> None:
     """
     if sys.platform == "linux":
         signal_at_parent_exit(signal.SIGCONT)
+
+
+def end_with_parent(stop: Callable[[], object]) -> None:
+    """Call `stop`, in a thread, when the parent exits and standard input closes with it.
+
+    What hangs then keeps the process for EXIT_S at most.
+    """
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        stop()
+        time.sleep(EXIT_S)
+        os._exit(0)
+
+    continue_at_parent_exit()
+    threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
 def signal_at_parent_exit(number: signal.Signals) -> None:

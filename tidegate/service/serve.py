@@ -13,8 +13,6 @@ import json
 import logging
 import os
 import socket
-import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -25,7 +23,8 @@ import uvicorn
 
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
-from tidegate.service.parent_death import continue_at_parent_exit
+from tidegate.service.http_protocol import JoiningProtocol
+from tidegate.service.parent_death import end_with_parent
 
 log = logging.getLogger("tidegate.service.serve")
 
@@ -43,6 +42,10 @@ class Listen:
     """A bound socket inherited from the owner, instead of host and port."""
     listed: Callable[[str], AbstractAsyncContextManager[None]] | None = None
     """Registration elsewhere: entered with the URL once the server accepts calls, left before it exits."""
+
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
 
 
 def bind(listen: Listen) -> socket.socket:
@@ -74,12 +77,16 @@ def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> Non
     """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit."""
     # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, timeout_keep_alive=75
+        app,
+        http=JoiningProtocol,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,
     )
     server = _Announcing(config, listen, url_of(sock))
     if listen.owned:
-        continue_at_parent_exit()
-        threading.Thread(target=_end_with_parent, args=(server,), daemon=True, name="parent").start()
+        end_with_parent(lambda: setattr(server, "should_exit", True))
     with (
         contextlib.suppress(KeyboardInterrupt),
         asyncio.Runner(loop_factory=config.get_loop_factory()) as runner,
@@ -119,13 +126,3 @@ def write_atomically(path: Path, text: str) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
-
-
-def _end_with_parent(server: uvicorn.Server) -> None:
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    server.should_exit = True
-    # A hanging request must not keep the process running.
-    timer = threading.Timer(5.0, os._exit, args=(0,))
-    timer.daemon = True
-    timer.start()

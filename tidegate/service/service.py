@@ -53,6 +53,8 @@ class Service(OwnedProcess):
     """
 
     poll_s = POLL_S
+    listens = True
+    """Whether it has an address; otherwise its `url` is what it announces."""
 
     def __init__(
         self,
@@ -103,13 +105,14 @@ class Service(OwnedProcess):
         if ours is not None:
             await send_secrets(ours, self._secrets, self.ready_s)
         self.url = await self._ready()
-        self._port = int(self.url.rpartition(":")[2])  # a restart keeps the address
+        if self.listens:
+            self._port = int(self.url.rpartition(":")[2])  # a restart keeps the address
         return self.url
 
     def command(self) -> list[str]:
         self._announce.parent.mkdir(parents=True, exist_ok=True)
         self._announce.unlink(missing_ok=True)
-        port = [] if self._socket is not None else ["--port", str(self._port)]
+        port = ["--port", str(self._port)] if self.listens and self._socket is None else []
         return [
             sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
             "--announce", str(self._announce), "--owned",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+started: ContextVar[list[threading.Thread] | None] = ContextVar("started", default=None)
+"""Threads that `in_thread` started in a context, if it is set to a list there."""
 
 
 async def in_thread(call: Callable[[], T], name: str) -> T:
@@ -18,7 +21,7 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
 
     Args:
         call: The function.
-        name: Name of the thread, also in the message about a StopIteration, which no future can carry.
+        name: Name of the thread, and of the function in the message if it raises SystemExit.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -36,12 +39,16 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         failure: BaseException | None = None
         try:
             result = call()
-        except StopIteration as error:
-            failure = RuntimeError(f"the {name} raised StopIteration: {error}")
+        except (StopIteration, SystemExit) as error:  # they would end the awaiting task's loop
+            failure = RuntimeError(f"the {name} raised {type(error).__name__}: {error}")
         except BaseException as error:  # noqa: BLE001 - raised in the awaiting task
             failure = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, failure)
 
-    threading.Thread(target=work, daemon=True, name=name).start()
+    thread = threading.Thread(target=work, daemon=True, name=name)
+    threads = started.get()
+    if threads is not None:
+        threads.append(thread)
+    thread.start()
     return await future

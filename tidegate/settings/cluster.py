@@ -23,6 +23,8 @@ class ClusterSettings(SettingsSection):
     """Resources of the gateway with its shards, on the node of the first trainer rank."""
     agents: Resources = {}
     """Resources of each agent process."""
+    env: Resources = {}
+    """Resources of the environment service."""
     environment: list[str] = []
     """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0

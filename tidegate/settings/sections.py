@@ -124,7 +124,12 @@ def is_within(key: str, sections: Iterable[str]) -> bool:
 
 def dump(settings: BaseModel) -> str:
     """Returns settings as TOML, which `load` reads again."""
-    return tomli_w.dumps(_without_none(settings.model_dump(mode="json")))
+    return to_toml(settings.model_dump(mode="json"))
+
+
+def to_toml(values: dict[str, Any]) -> str:
+    """Returns dumped settings as TOML, without those that are None."""
+    return tomli_w.dumps(_without_none(values))
 
 
 def differences(before: BaseModel, after: BaseModel) -> list[str]:

@@ -156,13 +156,38 @@ class GatewaySettings(ServedGateway):
         return self
 
 
-class EnvSettings(SettingsSection):
+class ServedEnv(SettingsSection):
     use: str = "arithmetic"
     """Name of a built-in environment, or `file.py:ClassOrObject`."""
     options: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Processes that compute rewards and have the states and tools of episodes."""
     reward_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
+    call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    """Timeout of a tool call, of an episode's set-up, and of an answer of its other side."""
+
+
+class EnvSettings(ServedEnv):
+    urls: list[HttpUrl] = []
+    """Addresses of running environment services (`tidegate env serve`), as `http://host:8010`. Their key is
+    given in TIDEGATE_ENV_KEY. Without them a run starts its own."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.urls and (idle := self.other_than_default("workers", "call_timeout_s")):
+            raise ValueError(
+                f"env.{idle[0]} has no effect with env.urls: the services there have their own; give it to "
+                "tidegate env serve"
+            )
+        return self
+
+
+class EnvCommand(SettingsSection):
+    """Settings of `tidegate env serve`."""
+
+    env: ServedEnv = ServedEnv()
 
 
 class EngineCommand(SettingsSection):
@@ -207,6 +232,8 @@ class DefaultLimits(SettingsSection):
     """Seconds from the opening of a session in which calls may start."""
     calls: Annotated[int, Field(ge=1)] | None = None
     """Limit of a session's concurrent calls."""
+    tool_calls: Annotated[int, Field(ge=1)] | None = None
+    """Limit of a session's calls of its environment's tools."""
 
 
 class ClientEpisodes(SettingsSection):
@@ -226,7 +253,7 @@ class GatewayCommand(SettingsSection):
     """Settings of `tidegate gateway`."""
 
     renamed: ClassVar[Mapping[str, str]] = {
-        "limit": "limits.turns (or tokens, seconds, calls)",
+        "limit": "limits.turns (or tokens, seconds, calls, tool_calls)",
         "engine": "engine.urls",
     }
 

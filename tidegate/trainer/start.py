@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidegate.config import Settings
+from tidegate.config import SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, NothingToDo
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
@@ -63,10 +63,11 @@ class Start:
         start.least_epoch = _first(settings, 1)
         past.abandon(start.position)
         if start.step >= settings.trainer.steps and not start.open_groups():
+            how = "" if (settings.run_dir / SERVICE_SETTINGS).exists() else "--resume "
             raise NothingToDo(
                 f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "
-                f"{settings.trainer.steps}: nothing is left to do. To continue, raise the limit: --resume "
-                f"--trainer.steps {2 * start.step}"
+                f"{settings.trainer.steps}: nothing is left to do. To continue, raise the limit: "
+                f"{how}--trainer.steps {2 * start.step}"
             )
         return start
 

@@ -28,18 +28,20 @@ from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.canary_state import CanaryState
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_requests import clear_request, read_request
+from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun
-from tidegate.trainer.rollout.episodes import episode_source, watch_workers
+from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
@@ -106,15 +108,16 @@ class Training:
         self._began = time.monotonic()
         files = TrajectoryFiles(self.dir)
         epoch = self.admission.epoch
-        episodes = episode_source(settings.agent, self.gateway, processes.worker, epoch)
+        episodes = EpisodeSource.of(settings.agent, self.gateway, epoch)
         self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
         self.rollout = Rollout(
             settings, self.admission, episodes, environment, files.append,
             DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
+        self.clients = ClientLog(self.dir)
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, GroupCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer,
+            self.tokens, self.rollout.answer, self.clients.offered,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)
@@ -159,6 +162,7 @@ class Training:
             supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
         if self._by_clients:
             supervisor.watch(self.erasure.watch(), "erasure")
+            supervisor.watch(self.clients.watch(self.gateway), "clients")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
@@ -208,7 +212,7 @@ class Training:
         return Promotion(
             settings, self.admission, self.publisher, engines, self.gateway, self._held_out_rewards,
             self._restore, self.observer.note, self.stop,
-            self._decided,
+            self._decided, CanaryState(self.dir, settings.margin).write,
             live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
         )  # fmt: skip
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Any
 from markupsafe import Markup
 
 from tidegate.trainer.ledger.entries import State
+from tidegate.viewer.clients.service import read_service
 from tidegate.viewer.formatting import duration, number, printable
 from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
 from tidegate.viewer.run_files import RunFiles, read_run
-from tidegate.viewer.summary import SCORES, next_steps, problems
+from tidegate.viewer.summary import SCORES, continue_command, next_steps, problems
 from tidegate.viewer.transcripts import choose
 
 
@@ -55,8 +55,8 @@ def write_report(run_dir: Path) -> Path:
         ConfigError: the directory does not exist or is not a run.
     """
     run = read_run(run_dir)
-    counts = count_ledger(run_dir, run.remarks)
-    page = render(run, counts)
+    counts, service = count_ledger(run_dir, run.remarks), read_service(run)
+    page = render(run, counts, None if service is None else service.to_wire())
     write_reward_png(run, run_dir / "reward.png")
     path = run_dir / "report.html"
     # Replace atomically, so that a browser never loads an incomplete page.
@@ -66,8 +66,14 @@ def write_report(run_dir: Path) -> Path:
     return path
 
 
-def render(run: RunFiles, counts: LedgerCounts | None) -> str:
-    """Returns the page; reads the run's evaluations for the episodes."""
+def render(run: RunFiles, counts: LedgerCounts | None, service: Mapping[str, Any] | None = None) -> str:
+    """Returns the page; reads the run's evaluations for the episodes.
+
+    Args:
+        run: The run's files.
+        counts: Counts of its ledger.
+        service: Tables of its clients (`ServiceData.to_wire`), in place of episodes of evaluations.
+    """
     import jinja2
 
     pages = jinja2.Environment(
@@ -95,6 +101,7 @@ def render(run: RunFiles, counts: LedgerCounts | None) -> str:
         health=health_charts(run),
         chosen=choose(run.evaluations),
         counts=counts,
+        service=service,
         states=STATES,
         meter=meter,
         steps=[(purpose, printable(command)) for purpose, command in _next_steps(run)],
@@ -125,6 +132,8 @@ def opening(run: RunFiles) -> str:
     def at(section: str, key: str) -> str:
         return printable(run.settings.get(section, {}).get(key, "?"))
 
+    if run.by_clients:
+        return f"Clients' conversations, starting from {at('model', 'path')}."
     return f"Agent {at('agent', 'use')} on {at('env', 'use')}, starting from {at('model', 'path')}."
 
 
@@ -145,7 +154,7 @@ def scores(run: RunFiles) -> list[Score]:
 
 def banners(run: RunFiles, counts: LedgerCounts | None, *, progress: bool = True) -> Iterator[str]:
     """Yields remarks on the run; with `progress`, also one on steps that are not taken yet."""
-    planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
+    planned, done = run.planned, run.last("step")
     if not run.rows:
         yield "This run has no completed step yet."
     elif progress and planned and done is not None and done < planned:
@@ -166,8 +175,8 @@ def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
         before = "" if score.before is None else f"{number(score.before)} → "
         once = f"at step {score.step}" if score.before is None else ""
         yield Tile(score.name.capitalize(), f"{before}{number(score.after)}", once)
-    planned = run.settings.get("trainer", {}).get("steps")
-    yield Tile("Optimiser steps", number(run.last("step") or 0, 0), f"of {planned}" if planned else "")
+    of = f"of {run.planned}" if run.planned else ""
+    yield Tile("Optimiser steps", number(run.last("step") or 0, 0), of)
     seconds = run.seconds(counts.starts if counts is not None else ())
     if seconds is not None:
         yield Tile("Training time", duration(seconds))
@@ -199,10 +208,9 @@ def meter(share: float) -> Markup:
 def _next_steps(run: RunFiles) -> list[tuple[str, str]]:
     result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir)}
     if result["checkpoint"] is not None:
-        planned, done = run.settings.get("trainer", {}).get("steps"), run.last("step")
-        finished = isinstance(planned, int) and done is not None and done >= planned
-        more = f" --trainer.steps {2 * planned}" if finished else ""
-        result["resume"] = f"tidegate train {shlex.quote(str(run.dir / 'config.toml'))} --resume{more}"
+        planned, done = run.planned, run.last("step")
+        finished = planned is not None and done is not None and done >= planned
+        result["resume"] = continue_command(run.dir, 2 * planned if planned and finished else None)
     return next_steps(result, run.dir)
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tidegate.config import ENDLESS
 from tidegate.errors import ConfigError
 from tidegate.viewer.formatting import as_mapping, known, printable
 
@@ -34,6 +35,17 @@ class RunFiles:
     def series(self, key: str) -> list[tuple[float, float]]:
         """Returns (step, value) of all rows that have the metric."""
         return [(row["step"], row[key]) for row in self.rows if key in row]
+
+    @property
+    def planned(self) -> int | None:
+        """The limit of its steps; None without one."""
+        steps = self.settings.get("trainer", {}).get("steps")
+        return steps if isinstance(steps, int) and steps < ENDLESS else None
+
+    @property
+    def by_clients(self) -> bool:
+        """Whether clients run its episodes."""
+        return bool(self.settings.get("agent", {}).get("source") == "client")
 
     def last(self, key: str) -> float | None:
         return next((row[key] for row in reversed(self.rows) if key in row), None)

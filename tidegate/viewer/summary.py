@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tidegate.config import SERVICE_SETTINGS
 from tidegate.program import program
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import known, number, printable
@@ -99,9 +100,10 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     steps = []
     if result.get("report"):
         steps.append(("read the report", str(result["report"])))
-    if result.get("resume"):
+    if resume := str(result.get("resume") or ""):
+        how = "serve clients and train" if resume.startswith("tidegate serve") else "train"
         where = "from the checkpoint" if result.get("checkpoint") else "from the start"
-        steps.append((f"train {where}", str(result["resume"])))
+        steps.append((f"{how} {where}", resume))
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
         steps.append(("serve the checkpoint", f"tidegate engine --model.path {model}"))
@@ -119,12 +121,35 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     return [*steps, _another_run(run_dir)]
 
 
+def continue_command(run_dir: Path, steps: int | None) -> str:
+    """Returns the command that continues a run, or the service that it belongs to.
+
+    A run without a ledger failed before it began, and is started again.
+
+    Args:
+        run_dir: Directory of the run.
+        steps: New limit of its steps; None keeps the present one.
+    """
+    more = "" if steps is None else f" --trainer.steps {steps}"
+    service = run_dir / SERVICE_SETTINGS
+    if service.exists():
+        return f"tidegate serve {shlex.quote(str(service))}{more}"
+    resume = " --resume" if (run_dir / "ledger.jsonl").exists() else ""
+    return f"tidegate train {shlex.quote(str(run_dir / 'config.toml'))}{resume}{more}"
+
+
 def _another_run(run_dir: Path) -> tuple[str, str]:
     """Returns the step after a run: with one's own agent, else, if the run had one, with other settings."""
-    agent = read_settings(run_dir, []).get("agent", {}).get("use", "")
-    if ":" not in agent:
+    agent, name = read_settings(run_dir, []).get("agent", {}), shlex.quote(_free(run_dir).name)
+    service = run_dir / SERVICE_SETTINGS
+    if service.exists():
+        return (
+            "start anew, with other settings",
+            f"tidegate serve {shlex.quote(str(service))} --run.name {name}",
+        )
+    if ":" not in agent.get("use", "") and agent.get("source") != "client":
         return "train your own agent", f"tidegate init {_free(Path('my-agent')).name}"
-    config, name = shlex.quote(str(run_dir / "config.toml")), shlex.quote(_free(run_dir).name)
+    config = shlex.quote(str(run_dir / "config.toml"))
     return "train again, with other settings", f"tidegate train {config} --run.name {name}"
 
 

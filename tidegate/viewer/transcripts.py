@@ -40,6 +40,19 @@ class TranscriptLine:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolLine:
+    """One call of the environment's tools, ready to be shown."""
+
+    turn: int | None
+    """Index of the newest turn when the call began; None if there was none."""
+    call: str
+    """`name(arguments)`."""
+    result: str
+    error: bool
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Transcript:
     """One episode, ready to be shown; `parts` are those of its reward."""
 
@@ -188,6 +201,20 @@ def episode(record: Record) -> Transcript:
         output=None if (output := record.get("output")) is None else _shown_output(printable(output)),
         answer=_answer(record.get("answer")),
     )
+
+
+def tool_lines(record: Record) -> list[ToolLine]:
+    """A record's calls of the environment's tools in the order in which they ended."""
+    return [
+        ToolLine(
+            turn=one["turn"] if isinstance(one.get("turn"), int) else None,
+            call=printable(_call(one)),
+            result=_shown_output(printable(one.get("result") or "")),
+            error=bool(one.get("error")),
+            seconds=known(one.get("seconds")),
+        )
+        for one in mappings(record.get("tool_calls"))
+    ]
 
 
 def _shown_output(text: str) -> str:

@@ -18,6 +18,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.attempts.queue import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.http.app import create_app
+from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.types import Outcome
 
 SOON_S = 0.3
@@ -53,7 +54,8 @@ async def test_a_worker_runs_an_attempt_from_the_queue_to_its_reward(stage: Stag
     [attempt] = await waiting
     assert attempt == {
         "attempt": session_id, "task": {"id": "t1", "messages": TASK.messages},
-        "base_url": f"{stage.url}/s/{session_id}/v1", "api_key": attempt["api_key"], "model": "policy",
+        "base_url": f"{stage.url}/s/{session_id}/v1", "tools_url": f"{stage.url}/s/{session_id}/tools",
+        "mcp_url": f"{stage.url}/s/{session_id}/mcp", "api_key": attempt["api_key"], "model": "policy",
         "seed": 7, "deadline_s": 20.0, "heartbeat_s": 60.0,
     }, "nothing of the answer"  # fmt: skip
     await talk(attempt)
@@ -84,6 +86,63 @@ async def test_polls_are_served_in_the_order_in_which_they_came(stage: Stage, wo
     opened = [await offer(stage) for _ in polls]
     taken = [(await poll)[0]["attempt"] for poll in polls]
     assert taken == opened
+
+
+async def test_polls_that_wait_share_what_is_queued(stage: Stage) -> None:
+    """A worker with room for all leaves the others theirs."""
+    queue = stage.gateway.attempts
+    polls = [asyncio.create_task(queue.take(f"w{number}", 9, 10)) for number in range(3)]
+    await eventually(lambda: len(queue.workers()) == 3)
+    request = SessionRequest(task=TASK, offer_heartbeat_s=60.0)
+    for _ in range(6):
+        queue.add(stage.gateway._new_session(request, "key"))
+    assert [len(await poll) for poll in polls] == [2, 2, 2]
+
+
+async def test_the_attempts_of_a_trainers_own_agents_are_not_given_to_workers(
+    stage: Stage, worker: Attempts
+) -> None:
+    own, other = await offer(stage, offer_heartbeat_s=0.0), await offer(stage)
+    assert [row["attempt"] for row in await worker.next(9)] == [other]
+    body = {"worker": "agent-1", "capacity": 9, "wait_s": 0}
+    answer = await worker.post("/attempts/next", stage.client.agents_key, body)
+    assert [row["attempt"] for row in answer["attempts"]] == [own]
+    assert stage.client.agents_key not in (WORKER_KEY, "admin")
+
+
+async def test_an_attempt_without_heartbeats_is_not_lost(
+    stage: Stage, worker: Attempts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session_id = await offer(stage, offer_heartbeat_s=0.0)
+    body = {"worker": "agent-1", "capacity": 9, "wait_s": 0}
+    [attempt] = (await worker.post("/attempts/next", stage.client.agents_key, body))["attempts"]
+    later = asyncio.get_running_loop().time() + 19.0
+    stage.gateway.attempts.expire(later)
+    await talk(attempt)
+    await worker.finish(attempt, output="3")
+    assert (await result_of(stage, session_id)).outcome is Outcome.COMPLETED
+
+
+async def test_a_waiting_poll_is_told_at_once_of_attempts_that_ended(stage: Stage, worker: Attempts) -> None:
+    session_id = await offer(stage, group_id="g1", slot=0)
+    [attempt] = await worker.next()
+    body = {"worker": worker.name, "capacity": 1, "wait_s": 30}
+    waiting = asyncio.create_task(worker.post("/attempts/next", WORKER_KEY, body))
+    await eventually(lambda: stage.gateway.attempts.workers()[0]["connected"])
+    await asyncio.sleep(0.05)
+    await stage.client.drop_group("g1")
+    async with asyncio.timeout(5):
+        assert await waiting == {"attempts": [], "ended": [session_id], "shards": 1}
+    assert attempt["attempt"] == session_id
+
+
+async def test_an_attempt_may_be_reported_a_little_after_its_deadline(stage: Stage, worker: Attempts) -> None:
+    session_id = await offer(stage, deadline_s=0.1)
+    [attempt] = await worker.next()
+    await asyncio.sleep(0.2)
+    await worker.finish(attempt, outcome="timeout", error="it hung in a loop")
+    summary = await result_of(stage, session_id)
+    assert (summary.outcome, summary.error) == (Outcome.TIMEOUT, "it hung in a loop")
 
 
 async def test_no_attempt_is_given_to_two_workers(stage: Stage) -> None:

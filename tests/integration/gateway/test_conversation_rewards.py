@@ -13,10 +13,10 @@ from openai import AsyncOpenAI
 from tests.fakes import Stage, eventually, staged
 from tests.integration.gateway.test_conversations import IDLE_S, feedback, leased, say, sessions
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.envs.conversations import ConversationRewards, conversation_environment
 from tidegate.errors import ConfigError
-from tidegate.gateway.clients.scoring import ENVIRONMENT, ConversationScorer, scorer_of
 from tidegate.gateway.project_keys import create_key
-from tidegate.types import Trajectory
+from tidegate.types import CONVERSATION, Trajectory
 
 GATE = threading.Event()
 
@@ -47,10 +47,10 @@ def idle_s() -> float:
 @pytest.fixture
 async def stage(tmp_path: Path, key: str, idle_s: float) -> AsyncIterator[Stage]:
     GATE.clear()
-    scorer = ConversationScorer({"asked": asked, "length": length}, (-1.0, 1.0))
+    scorer = ConversationRewards({"asked": asked, "length": length}, (-1.0, 1.0))
     options: dict[str, Any] = {
         "keys": tmp_path / "keys.json", "conversation_idle_s": idle_s, "feedback_window_s": 600.0,
-        "rewarders": {ENVIRONMENT: scorer}, "reward_timeout_s": 20.0,
+        "rewarders": {CONVERSATION: scorer}, "reward_timeout_s": 20.0,
     }  # fmt: skip
     model = make_model_dir(tmp_path / "tiny")
     async with staged(model, journal=tmp_path / "journal", **options) as made:
@@ -114,11 +114,11 @@ async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: 
 def test_functions_are_loaded_by_name_and_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def polite(trajectory):\n    return 1.0\n\nnumber = 7\n")
-    assert list(scorer_of([f"{file}:polite"], None).names) == ["polite"]
+    assert list(conversation_environment([f"{file}:polite"], None).names) == ["polite"]
     for uses, words in (
         ([f"{file}:rude"], "has no reward function 'rude'"),
         ([f"{file}:number"], "is no function"),
         ([f"{file}:polite", f"{file}:polite"], "two functions named 'polite'"),
     ):
         with pytest.raises(ConfigError, match=words):
-            scorer_of(uses, None)
+            conversation_environment(uses, None)

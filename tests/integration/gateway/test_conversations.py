@@ -17,7 +17,7 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.clients import conversations
+from tidegate.gateway.clients import conversations, notes
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.project_keys import create_key
 from tidegate.gateway.sessions.session import GatewaySession
@@ -254,17 +254,24 @@ async def test_comments_and_corrections_are_kept_with_the_conversation(
             "1.b": {"correction": [*messages[:3], {"role": "assistant", "content": "2"}]},
         }
     }
-    assert group.trajectories[0].metadata == expected
+    metadata = group.trajectories[0].metadata
+    received = metadata["received"]
+    assert [(one["name"], one["value"], one["reply"]) for one in received] == [
+        ("a", 0, None),
+        ("b", 0.5, None),
+    ]
+    assert metadata == expected | {"received": received}
+    assert all(0 <= one["after_s"] < 60 for one in received)
     assert group.trajectories[0].reward == 0.5
     async with staged(tmp_path / "tiny", journal=copy, **options) as after:
-        assert (await leased(after)).trajectories[0].metadata == expected
+        assert (await leased(after)).trajectories[0].metadata == metadata
 
 
 async def test_what_cannot_be_kept_is_refused_and_changes_nothing(
     stage: Stage, user: AsyncOpenAI, key: str
 ) -> None:
     reply = await say(user, [])
-    for number in range(conversations.MAX_NOTES):
+    for number in range(notes.MAX_NOTES):
         await feedback(stage, key, reply.id, 0, name=f"n{number}", comment="c")
     [session] = sessions(stage)
     before = dict(session.metadata), dict(session.rewards)
@@ -294,7 +301,10 @@ async def test_without_feedback_a_conversation_ends_unrewarded(
         assert (session.trajectory.outcome, session.trajectory.reward) == (Outcome.UNREWARDED, None)
         assert stage.gateway.metrics.outcomes["unrewarded"] == 1
         assert stage.gateway.groups.entries() == []
+        [row] = await stage.client.list_groups()
+        assert (row.client, row.outcome, row.unended) == ("me", "unrewarded", 0)
         await say(user, messages, "later")
+        assert [one.outcome for one in await stage.client.list_groups()] == ["unrewarded", None]
         assert len(sessions(stage)) == 2, "what continues it is a new conversation"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +18,14 @@ import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
 
+from tests.environments import TASK as SAFE
+from tests.environments import LocalEnvironments, Safe
+from tests.environments_http import hosted
 from tests.fakes import FakeEngine
 from tests.gateway_process import KEY, GatewayProcess, running
 from tests.remote_workers import WORKER_KEY, Attempts
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.agents.base import Session
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.journal import sqlite
 from tidegate.gateway.rendering.renderer import Renderer
@@ -31,7 +37,7 @@ POINTS = [
     f"{write}.{when}" for write in (*WRITES, "made", "tended") for when in ("before", "within", "after")
 ]
 POINTS += ["orphans.before", "orphans.after"]
-QUICK = ["recorded.after", "sent.before", "closing.within"]
+QUICK = ["recorded.after", "sent.before", "closing.within", "tool_called.before"]
 
 
 class Numbered(FakeEngine):
@@ -161,6 +167,7 @@ async def story(world: World) -> None:
     live = await world.opened("g4")
     await client.drop_group((await world.opened("g5")).group)
     await remote(world)
+    await with_tools(world)
     deleted = await world.opened("g6")
     for _ in range(2):
         await client.delete_session(deleted.access.session_id)
@@ -185,6 +192,27 @@ async def story(world: World) -> None:
     summary = await client.finish(live.access.session_id, reward=1.0)
     assert summary.outcome is Outcome.CANCELLED
     await client.remove_engine(world.engine.url)
+
+
+async def with_tools(world: World) -> None:
+    """An agent calls tools: each call takes effect once and is recorded once."""
+    client = world.gateway.client
+    access = await client.open_session(task=SAFE, deadline_s=120)
+    session = Session(access.base_url, access.api_key, "m", 0, time.monotonic() + 60)
+    for id, digit in (("a", 4), ("b", 11), ("c", 7)):
+        call = {"id": id, "function": {"name": "enter", "arguments": json.dumps({"digit": digit})}}
+        for _ in range(2):
+            message = await session.call(call)
+    assert message["content"] == "open"
+    async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as llm:
+        await llm.chat.completions.create(model="m", messages=[*SAFE.messages])
+    assert await session.respond({"role": "assistant", "content": "It is open."}) is None
+    assert (await client.finish(access.session_id, reward=1.0)).outcome is Outcome.COMPLETED
+    calls = (await client.trajectory(access.session_id)).tool_calls
+    assert [(one.arguments["digit"], one.result) for one in calls] == [
+        (4, "closed"), (11, "11 is not a digit"), (7, "open")
+    ]  # fmt: skip
+    await client.delete_session(access.session_id)
 
 
 async def remote(world: World) -> None:
@@ -219,7 +247,10 @@ async def lived_through(tmp_path: Path, point: str) -> None:
     engine.encode, engine.prompts = renderer.encode, {}
     await engine.start()
     try:
-        async with running(model, tmp_path, point, WORKER_KEY) as gateway:
+        async with (
+            hosted(LocalEnvironments(Safe()), "safe") as environments,
+            running(model, tmp_path, point, worker_key=WORKER_KEY, environments=environments) as gateway,
+        ):
             await story(World(gateway, engine, renderer))
             await gateway.until_died(1)
             assert gateway.deaths == 1

@@ -105,9 +105,9 @@ async def test_a_worker_that_ends_before_its_poll_was_answered_gives_the_attempt
     taken, held = asyncio.Event(), asyncio.Event()
 
     class Slow(RemoteWorker):
-        async def _send(self, path: str, key: str, body: dict[str, Any]) -> Any:
-            answer = await super()._send(path, key, body)
-            if path == "/attempts/next":
+        async def _send(self, url: str, key: str, body: dict[str, Any]) -> Any:
+            answer = await super()._send(url, key, body)
+            if url.endswith("/attempts/next"):
                 taken.set()
                 await held.wait()
             return answer

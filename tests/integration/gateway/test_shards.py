@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -29,6 +30,8 @@ from yarl import URL
 
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.agents.base import FunctionAgent, Session
+from tidegate.agents.remote_worker import RemoteWorker
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
@@ -41,7 +44,7 @@ from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sharding import shard as shards_module
 from tidegate.gateway.sharding.frontend import ShardRouter
 from tidegate.gateway.sharding.shard import Shard, id_prefix, journal_of, shard_of_group, shard_of_id
-from tidegate.types import Outcome, Task
+from tidegate.types import Outcome, Task, TaskView
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -300,6 +303,46 @@ async def test_a_lease_that_is_asked_for_again_is_the_same_and_one_that_was_left
     assert (await site.client.lease(epoch, 9)) == []
     for name in names:
         await site.client.drop_group(name)
+
+
+async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
+    """It calls each shard directly; the front tells who is connected, and passes on that it left."""
+    addresses: list[str] = []
+
+    async def answer(task: TaskView, session: Session) -> str:
+        addresses.append(session.base_url)
+        return "3"
+
+    async with GatewayClient(site.url, site.client.agents_key) as workers:
+        stop = asyncio.Event()
+        worker = RemoteWorker(site.url, site.client.agents_key, FunctionAgent(answer), 9, lambda _: None)
+        running = asyncio.create_task(worker.run(stop))
+        for name in groups("attempts"):
+            access = await site.client.open_session(
+                task=TASK, group_id=name, slot=0, deadline_s=30, offer_heartbeat_s=0.0
+            )
+            ended = await site.client.result(access.session_id)
+            assert ended.outcome is Outcome.AGENT_ERROR, "it made no call"
+            assert addresses[-1] == access.base_url
+        assert len({urlsplit(address).port for address in addresses}) == SHARDS
+        assert await site.client.attempts() == {
+            "queued": 0,
+            "workers": [{"worker": worker.name, "running": 0, "connected": True, "seen_s": ANY}],
+        }
+        stop.set()
+        await running
+        assert await workers.leave(worker.name) == 2, "the agents that returned, of both shards"
+        for name in groups("attempts"):
+            await site.client.drop_group(name)
+
+
+async def test_the_front_refuses_a_worker_without_its_key(site: Site) -> None:
+    async with aiohttp.ClientSession() as http:
+        for path in ("/attempts/next?shard=1", "/attempts/leave", "/attempts/1.x/heartbeat"):
+            for key in ("admin", "wrong"):
+                headers = {"Authorization": f"Bearer {key}"}
+                async with http.post(site.url + path, json={"worker": "w"}, headers=headers) as response:
+                    assert response.status == 403, path
 
 
 async def test_what_the_front_says_of_all(site: Site) -> None:

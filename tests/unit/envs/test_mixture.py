@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.local_rewards import LocalRewards
 from tidegate.envs.base import load_environment
 from tidegate.envs.mixture import CYCLE, Mixture
 from tidegate.errors import ConfigError
@@ -77,7 +78,7 @@ def test_held_out_sets_are_named_after_their_part(parts: list[dict[str, Any]]) -
 
 async def test_each_part_rewards_its_own_tasks(parts: list[dict[str, Any]]) -> None:
     environment = Mixture(parts)
-    scorer = Scorer(environment.rewarders(), 5.0)
+    scorer = Scorer(LocalRewards(environment.rewarders()))
     sets = environment.eval_sets()
     expected = {"arithmetic": "exact_answer", "facts": "exact_match", "sums": "numeric"}
     for name, part in expected.items():

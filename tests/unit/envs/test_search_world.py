@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tidegate.envs.search.synthetic_world import KINDS, documents, held_out_name, make_world
+from tidegate.envs.names import held_out_name
+from tidegate.envs.search.synthetic_world import KINDS, documents, make_world
 
 
 def test_a_world_is_two_hundred_facts_and_the_same_for_the_same_seed() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledEpisode, failed
-from tidegate.evaluation.stats import estimate, pass_at_k, wilson
+from tidegate.evaluation.stats import estimate, pass_at_k, student, wilson
 from tidegate.types import Outcome, Task, Trajectory
 
 
@@ -100,3 +100,18 @@ def test_a_set_in_which_everything_failed_has_no_mean() -> None:
     tally = EvalResults(threshold=1.0, ks=[1])
     tally.add(episode("a", 0, None))
     assert tally.summary("") == {"tasks": 1, "episodes": 1, "failed": 1, "outcomes": {"agent_error": 1}}
+
+
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.7062), (2, 4.3027), (3, 3.1824), (5, 2.5706), (10, 2.2281), (30, 2.0423), (1000, 1.9623)],
+)
+def test_students_interval_has_the_quantiles_of_the_tables(degrees: int, quantile: float) -> None:
+    low, high = student(5.0, 4.0, degrees + 1)
+    assert high - 5.0 == pytest.approx(quantile * 2.0 / (degrees + 1) ** 0.5, rel=0.01)
+    assert low + high == pytest.approx(10.0)
+
+
+def test_one_value_has_no_variance() -> None:
+    with pytest.raises(ValueError, match="1 values have no variance"):
+        student(1.0, 0.0, 1)

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from tests.local_rewards import LocalRewards
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
-from tests.waiting import eventually
-from tidegate.cli import _parser, main
-from tidegate.config import EnvSettings, Settings
+from tidegate.config import EnvSettings
 from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
-from tidegate.gateway import server
-from tidegate.gateway.groups import rewards
+from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.groups.rewards import Scorer
-from tidegate.gateway.options import GatewayOptions
-from tidegate.trainer.processes.servers import gateway_arguments
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
 
 TASK = Task("t", "sums", [], answer=4)
@@ -49,7 +42,7 @@ def trajectory(outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
 
 async def ended(rewarder: Any, claimed: Any = None, task: Task | None = TASK, **more: Any) -> Trajectory:
     one = trajectory(more.pop("outcome", Outcome.COMPLETED))
-    scorer = Scorer({} if rewarder is None else {"sums": rewarder}, 5.0)
+    scorer = Scorer(LocalRewards({} if rewarder is None else {"sums": rewarder}))
     await scorer.reward(one, task, more.pop("posted", {}), claimed)
     assert not more
     return one
@@ -105,77 +98,11 @@ async def test_a_failure_is_never_rewarded(outcome: Outcome) -> None:
     assert (one.outcome, one.reward) == (outcome, None)
 
 
-async def test_a_reward_that_hangs_is_late_and_does_not_use_up_the_places(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rewards, "_AT_ONCE", 1)
-    release = threading.Event()
-    hanging = Rewarding(lambda: release.wait(30))
-    scorer = Scorer({"sums": hanging, "other": Rewarding(lambda: Scored(1.0, {}))}, 0.05)
-    for stuck in (1, 2):
-        one = trajectory()
-        await scorer.reward(one, TASK, {}, None)
-        assert (one.outcome, scorer.stuck) == (Outcome.REWARD_ERROR, stuck)
-        assert one.error == LATE
-    good = trajectory()
-    good.env = "other"
-    await scorer.reward(good, TASK, {}, None)
-    assert good.reward == 1.0
-    monkeypatch.setattr(rewards, "MAX_STUCK", 2)
-    await scorer.reward(one := trajectory(), TASK, {}, None)
-    assert "2 rewards hang" in str(one.error)
-    release.set()
-
-
-async def test_a_reward_that_queues_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one before it takes its whole deadline; its own begins when it runs."""
-    monkeypatch.setattr(rewards, "_AT_ONCE", 1)
-    release = threading.Event()
-    good = Rewarding(lambda: Scored(1.0, {}))
-    scorer = Scorer({"slow": Rewarding(lambda: release.wait(30)), "sums": good}, 0.5)
-    slow, queued = trajectory(), trajectory()
-    slow.env = "slow"
-    async with asyncio.TaskGroup() as together:
-        for one in (slow, queued):
-            together.create_task(scorer.reward(one, TASK, {}, None))
-    release.set()
-    assert (slow.outcome, queued.outcome, queued.reward) == (Outcome.REWARD_ERROR, Outcome.COMPLETED, 1.0)
-
-
-async def test_a_reward_that_ends_just_at_its_deadline_is_not_counted_as_stuck() -> None:
-    """Its result and its deadline fall into one turn of the event loop, which is busy until both are due."""
-    scorer = Scorer({"sums": Rewarding(lambda: Scored(1.0, {}))}, 0.1)
-    one = trajectory()
-    scoring = asyncio.create_task(scorer.reward(one, TASK, {}, None))
-    await asyncio.sleep(0)  # it has started its thread
-    time.sleep(0.3)  # noqa: ASYNC251 - what is tested
-    await scoring
-    assert (one.reward, scorer.stuck) == (1.0, 0)
-
-
-async def test_a_session_that_is_deleted_in_mid_reward_is_stuck_until_its_reward_ends() -> None:
-    release, began = threading.Event(), threading.Event()
-
-    def score() -> Scored:
-        began.set()
-        release.wait(30)
-        return Scored(1.0, {})
-
-    scorer = Scorer({"sums": Rewarding(score)}, 60.0)
-    scoring = asyncio.create_task(scorer.reward(trajectory(), TASK, {}, None))
-    await eventually(began.is_set)
-    scoring.cancel()
-    await asyncio.gather(scoring, return_exceptions=True)
-    assert scorer.stuck == 1
-    release.set()
-    await eventually(lambda: scorer.stuck == 0)
-
-
 async def test_an_environments_turn_rewards_replace_what_was_posted() -> None:
     one = make_trajectory([make_turn(0, None, [1], [2]), make_turn(1, 0, [3], [4])])
     one.env = "sums"
     one.turns[0].reward = 7.0
-    scorer = Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, {1: -0.5}))}, 5.0)
+    scorer = Scorer(LocalRewards({"sums": Rewarding(lambda: Scored(1.0, {}, {}, {1: -0.5}))}))
     await scorer.reward(one, TASK, {}, None)
     assert (one.reward, [turn.reward for turn in one.turns]) == (1.0, [0.0, -0.5])
 
@@ -187,24 +114,21 @@ async def test_an_environments_turn_rewards_replace_what_was_posted() -> None:
 async def test_what_is_no_reward_of_a_turn(given: dict[int, float], why: str) -> None:
     one = make_trajectory([make_turn(0, None, [1], [2])])
     one.env = "sums"
-    await Scorer({"sums": Rewarding(lambda: Scored(1.0, {}, {}, given))}, 5.0).reward(one, TASK, {}, None)
+    await Scorer(LocalRewards({"sums": Rewarding(lambda: Scored(1.0, {}, {}, given))})).reward(
+        one, TASK, {}, None
+    )
     assert one.outcome == Outcome.REWARD_ERROR
     assert re.search(why, str(one.error))
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_the_setting_reaches_the_gateway_that_a_run_starts(
-    shards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served: list[GatewayOptions] = []
-    fronts: list[list[str]] = []
-    monkeypatch.setattr(server, "serve", lambda options, _: served.append(options))
-    monkeypatch.setattr(server, "serve_front", lambda _, arguments, *__: fronts.append(arguments(0)))
-    raw = {"model": {"path": "m"}, "gateway": {"shards": shards}, "env": {"reward_timeout_s": 7.5}}
-    assert main(["gateway", *gateway_arguments(Settings.model_validate(raw), "127.0.0.1")]) == 0
-    if shards > 1:
-        assert main(["gateway", *fronts[0]]) == 0
-    assert served[0].reward_timeout_s == 7.5
+async def test_a_lost_episode_is_no_fault_of_its_reward() -> None:
+    class Lost(LocalRewards):
+        async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
+            raise EpisodeLostError("its process was killed")
+
+    one = trajectory()
+    await Scorer(Lost({"sums": Rewarding(lambda: None)})).reward(one, TASK, {}, None)
+    assert (one.outcome, one.error) == (Outcome.INFRA_ERROR, "its process was killed")
 
 
 def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it() -> None:
@@ -215,13 +139,3 @@ def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it()
     parts = [{"use": "arithmetic"}, {"use": "search_qa", "options": options}]
     with pytest.raises(ConfigError, match=r"env\.reward_timeout_s = 60 is less than the 180 s .*'search_qa'"):
         check_reward_timeout(load_environment("mixture", {"parts": parts}), 60.0)
-    given = [f"--env.options.judge.{name}={value}" for name, value in options["judge"].items()]
-    given += ["--env.use=search_qa", "--env.options.metric=judge"]
-    with pytest.raises(ConfigError, match=r"reward_timeout_s"):
-        main_raises(["gateway", "--model.path", "m", *given])
-
-
-def main_raises(argv: list[str]) -> None:
-    """A verb without what turns its error into a sentence."""
-    arguments, rest = _parser().parse_known_args(argv)
-    arguments.run(arguments, rest)

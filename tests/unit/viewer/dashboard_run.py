@@ -18,7 +18,7 @@ from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan
 
 EVIL = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
 PROMPT = "<|im_start|>user\nWhat is 3 + 4? é 水 🙂<|im_end|>\n<|im_start|>assistant\n"
@@ -110,7 +110,11 @@ class Writer:
             self.turn(2, 0, "\ntool 7\n", "#### 7<|im_end|>", finish_reason="length"),
             self.turn(3, 0, "\nuser again\n", "It is 7.", branch="the history was edited at message 2"),
         ]
-        return self.trajectory(group, slot, turns, reward)
+        calls = [
+            ToolCall("look", {"at": EVIL}, f"There is no {EVIL}.", True, None, 12.0, 0.5),
+            ToolCall("add", {"left": 3, "right": 4}, "7", False, 0, 13.0, 0.125),
+        ]
+        return self.trajectory(group, slot, turns, reward, tool_calls=calls)
 
     def metrics(self, step: int, **more: Any) -> None:
         base = {

@@ -12,7 +12,16 @@ from rich.console import Console
 
 from tests.unit.viewer.viewer_run import trajectory, write_run
 from tidegate.viewer.run_files import evaluations
-from tidegate.viewer.transcripts import LONGEST_MESSAGE, MOST_MESSAGES, as_text, choose, episode, pair
+from tidegate.viewer.transcripts import (
+    LONGEST_MESSAGE,
+    MOST_MESSAGES,
+    ToolLine,
+    as_text,
+    choose,
+    episode,
+    pair,
+    tool_lines,
+)
 
 RNG = random.Random(0)
 
@@ -164,6 +173,21 @@ def test_odd_records_are_shown_as_far_as_they_go() -> None:
     assert one.parts == "exact 1.000, format 0.500"
     assert one.reward is None
     assert episode({}).lines == ()
+
+
+def test_calls_of_tools_are_shown_with_result_time_and_error() -> None:
+    calls = [
+        {"name": "enter", "arguments": {"digit": 4}, "result": "closed", "error": False, "turn": 0,
+         "seconds": 0.5},
+        {"name": "read\x1b[2J", "arguments": {}, "result": "x" * 30_000, "error": True, "turn": None},
+        "odd",
+    ]  # fmt: skip
+    first, second = tool_lines({"tool_calls": calls})
+    assert first == ToolLine(0, 'enter({"digit": 4})', "closed", False, 0.5)
+    assert (second.turn, second.error, second.seconds) == (None, True, None)
+    assert "\x1b" not in second.call
+    assert second.result.endswith("(10,000 more characters)")
+    assert tool_lines({}) == []
 
 
 def test_the_verdict_says_why_there_is_no_reward() -> None:

@@ -6,24 +6,14 @@ Worlds of different splits share no entity, so answers to held-out questions can
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-WorldSplit = Literal["train", "held_out"]
+from tidegate.envs.names import all_names, held_out_name
 
-SYLLABLES = (
-    "bal", "ban", "bar", "bel", "ben", "bor", "bru", "cal", "cor", "dal", "dan", "dar", "del",
-    "dor", "dro", "dun", "fal", "fan", "fen", "fin", "for", "gal", "gar", "gel", "gor", "gri",
-    "hal", "han", "har", "hel", "hol", "jan", "jor", "kal", "kan", "kar", "kel", "kin", "kor",
-    "lan", "lar", "len", "lin", "lor", "mal", "mar", "mel", "min", "mor", "nal", "nar", "nel",
-    "nor", "pal", "par", "pel", "pin", "por", "ral", "ran", "rel", "rin", "ros", "sal", "san",
-    "sel", "sor", "tal", "tan", "tar", "tel", "tor", "val", "var", "vel", "vin", "vor", "wal",
-    "wen", "zan",
-)  # fmt: skip
-"""A name consists of two syllables: `Kelmor`."""
+WorldSplit = Literal["train", "held_out"]
 
 Relation = Literal["employer", "seat", "mayor"]
 FACTS: dict[Relation, str] = {
@@ -39,8 +29,6 @@ QUERIES: dict[Relation, str] = {
 }
 """Relation → a query that finds its passage."""
 PEOPLE, COMPANIES, CITIES = 85, 85, 30
-HELD_OUT_SHARE = 3
-"""One name in three is used in held-out worlds only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +106,7 @@ class SyntheticWorld:
 def make_world(seed: int | str, split: WorldSplit) -> SyntheticWorld:
     """Returns the seed's world: 85 people, 85 companies, 30 cities with a mayor each, and 200 facts."""
     rng = Random(f"world/{seed}/{split}")
-    names = [name for name in _names() if held_out_name(name) == (split == "held_out")]
+    names = [name for name in all_names() if held_out_name(name) == (split == "held_out")]
     drawn = iter(rng.sample(names, PEOPLE + COMPANIES + 2 * CITIES))
     people, companies, cities, mayors = (
         [next(drawn) for _ in range(size)] for size in (PEOPLE, COMPANIES, CITIES, CITIES)
@@ -131,21 +119,11 @@ def make_world(seed: int | str, split: WorldSplit) -> SyntheticWorld:
     return SyntheticWorld(tuple(Fact(f"{split}-{n}", *fact) for n, fact in enumerate(facts)))
 
 
-def held_out_name(name: str) -> bool:
-    """Returns whether a name belongs to held-out worlds, for every seed."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
-
-
 def documents(worlds: Sequence[SyntheticWorld]) -> list[dict[str, str]]:
     """Returns the passages of worlds in a corpus's format: `id`, `title` (the subject) and `text`."""
     return [
         {"id": fact.id, "title": fact.subject, "text": fact.text} for world in worlds for fact in world.facts
     ]
-
-
-def _names() -> list[str]:
-    return [a.capitalize() + b for a in SYLLABLES for b in SYLLABLES if a != b]
 
 
 def _follow(start: Fact, hops: int, by_subject: dict[str, Fact]) -> tuple[Fact, ...]:

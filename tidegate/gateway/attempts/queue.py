@@ -1,4 +1,4 @@
-"""Gives offered sessions to remote workers, and ends those of workers that are lost."""
+"""Gives offered sessions to workers, and ends those of workers that are lost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
 from tidegate.gateway.ids import new_key
 from tidegate.gateway.journal.base import Journal
@@ -19,76 +21,124 @@ from tidegate.types import Outcome
 
 LOST_AFTER = 3
 """Heartbeat intervals without a heartbeat after which a worker's attempt is lost."""
+LATE_S = 3.0
+"""Seconds after its deadline in which a worker may still report an attempt, before it ends as `timeout`."""
 BETWEEN_POLLS_S = 5.0
 """Seconds after a poll or heartbeat in which a worker without attempts counts as connected."""
 LISTED_S = 600.0
 """Seconds for which a worker that sends nothing stays listed."""
 
 
+@dataclass(eq=False, slots=True)
+class _Poll:
+    """A poll in progress; `woken` is set when there may be something for it."""
+
+    worker: str
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class _Line:
+    """Queued sessions, and the polls that wait for them; both in the order in which they came."""
+
+    queue: deque[GatewaySession] = field(default_factory=deque)
+    polls: list[_Poll] = field(default_factory=list)
+
+    def wake(self) -> None:
+        """Wake the first poll if there are sessions. Each poll wakes the next one when it ends."""
+        if self.queue and self.polls:
+            self.polls[0].woken.set()
+
+    def pop(self, poll: _Poll, capacity: int) -> list[GatewaySession]:
+        """Remove a poll's sessions: of more than one waiting poll, each gets a share."""
+        if poll is not self.polls[0]:
+            return []
+        share = min(capacity, -(-len(self.queue) // len(self.polls)))
+        taken: list[GatewaySession] = []
+        while self.queue and len(taken) < share:
+            session = self.queue.popleft()
+            if session.closed is None:
+                taken.append(session)
+        return taken
+
+
 class AttemptQueue:
     """Offered sessions of one gateway, in the order in which they were opened.
 
-    An attempt is given to one worker. Polls that wait are served in the order in which they came.
+    An attempt is given to one worker. Polls that wait are served in the order in which they came. The
+    trainer's own agents have a line of their own, so that they get no other attempts, and no one else theirs.
     """
 
-    def __init__(self, journal: Journal, sessions: SessionStore, finisher: SessionFinisher) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        sessions: SessionStore,
+        finisher: SessionFinisher,
+        states: EpisodeStates,
+        id_prefix: str = "",
+    ) -> None:
+        self._states = states
+        self._id_prefix = id_prefix
         self._journal = journal
         self._sessions = sessions
         self._finisher = finisher
-        self._queue: deque[GatewaySession] = deque()
-        self._filled = asyncio.Event()
-        self._turn = asyncio.Lock()
-        """Held by the poll that is served next; others wait for it in order."""
-        self._polls: Counter[str] = Counter()
-        """Polls in progress by worker."""
+        self._lines = {False: _Line(), True: _Line()}
+        """Those of workers and of the trainer's own agents."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
         self._left: set[str] = set()
         """Workers that ended; a poll of theirs may still be waiting."""
+        self._stopped: dict[str, list[str]] = {}
+        """Attempts of each worker that ended without its doing, until it is told."""
+        self._finished: Counter[str] = Counter()
+        """Number of agents that returned, by worker."""
 
     @property
     def queued(self) -> int:
-        return sum(session.closed is None for session in self._queue)
+        return sum(session.closed is None for line in self._lines.values() for session in line.queue)
 
     def add(self, session: GatewaySession) -> None:
         """Queue an offered session."""
-        self._queue.append(session)
-        self._filled.set()
+        line = self._line(session)
+        line.queue.append(session)
+        line.wake()
 
     def restore(self, session: GatewaySession) -> None:
-        """Queue an offered session after a restart, or wait for the heartbeats of the worker that took it."""
+        """Queue an offered session after a restart, or wait for the worker that took it."""
         if session.offer_heartbeat_s is None or session.ending is not None:
             return
         if session.worker is None:
             session.restart_reason = None  # its agent did not start
             self.add(session)
         else:
-            session.worker_seen = _now()
+            session.worker_seen, session.on_stop = _now(), self._stop
 
-    async def take(self, worker: str, capacity: int, wait_s: float) -> list[tuple[GatewaySession, str]]:
+    async def take(
+        self, worker: str, capacity: int, wait_s: float, *, own: bool = False
+    ) -> list[tuple[GatewaySession, str]]:
         """Give queued sessions, with new keys, to a worker; their deadlines start.
 
         Args:
             worker: Name of the worker.
             capacity: Limit of the number of sessions.
-            wait_s: Seconds to wait for the first session.
+            wait_s: Seconds to wait for the first session, or for an ended attempt of the worker.
+            own: Whether it runs the trainer's own agents.
 
         Raises:
             GatewayError: The journal cannot be written; the sessions stay queued.
         """
-        taken: list[GatewaySession] = []
-        if wait_s == 0 and not self._filled.is_set():
-            self._seen[worker] = _now()
-            return []
-        self._polls[worker] += 1
+        line, poll = self._lines[own], _Poll(worker)
+        line.polls.append(poll)
+        line.wake()
         try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s), self._turn:
-                    while not taken and worker not in self._left:
-                        await self._filled.wait()
-                        taken = [] if worker in self._left else self._pop(capacity)
+            if worker not in self._left and worker not in self._stopped:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await poll.woken.wait()
+            taken = [] if worker in self._left else line.pop(poll, capacity)
         finally:
-            self._polls[worker] -= 1
+            line.polls.remove(poll)
+            line.wake()
             self._seen[worker] = _now()
         if not taken:
             return []
@@ -98,22 +148,40 @@ class AttemptQueue:
         except BaseException:
             self._requeue(taken)
             raise
-        return [(session, key) for session, key in zip(taken, keys, strict=True) if session.closed is None]
+        given = [(session, key) for session, key in zip(taken, keys, strict=True) if session.closed is None]
+        for session, _ in given:
+            self._states.start(session)
+        return given
 
     async def give_back(self, taken: Iterable[tuple[GatewaySession, str]]) -> None:
         """Queue sessions again, before all others, whose worker did not get them."""
         sessions = [session for session, _ in taken]
+        for session in sessions:
+            self._states.release(session)
         self._requeue(sessions)
         await self._journal.offered(sessions)
 
-    def leave(self, worker: str) -> int:
-        """End the attempts of a worker that ends, and give it no more; return their number."""
+    def stopped(self, worker: str) -> list[str]:
+        """Return, once, the attempts of a worker that ended without its doing: their agents can stop."""
+        return self._stopped.pop(worker, [])
+
+    def count(self, session: GatewaySession) -> None:
+        """Record that the agent of an attempt returned."""
+        if session.worker is not None:
+            self._finished[session.worker] += 1
+
+    def leave(self, worker: str) -> dict[str, int]:
+        """End the attempts of a worker that ends, and give it no more.
+
+        Returns their number, and how many of its agents returned.
+        """
         self._left.add(worker)
+        self._wake(worker)
         self._seen[worker] = now = _now()
         attempts = [session for session in self._running() if session.worker == worker]
         for session in attempts:
             self._finisher.impose(session, FinishReport(Outcome.CANCELLED, f"worker {worker} ended"), now)
-        return len(attempts)
+        return {"ended": len(attempts), "returned": self._finished[worker]}
 
     def heartbeat(self, attempt: str, worker: str) -> None:
         """Record a worker's heartbeat. Raises GatewayError (410) if it does not run this attempt."""
@@ -128,32 +196,36 @@ class AttemptQueue:
 
     def expire(self, now: float) -> None:
         """End the sessions whose worker is lost or whose deadline passed, and forget old workers."""
-        self._queue = deque(session for session in self._queue if session.closed is None)
+        for line in self._lines.values():
+            line.queue = deque(session for session in line.queue if session.closed is None)
         for session in self._running():
-            silent = now - session.worker_seen
-            if silent >= LOST_AFTER * (session.offer_heartbeat_s or 0.0):
+            silent, heartbeat_s = now - session.worker_seen, session.offer_heartbeat_s
+            if heartbeat_s and silent >= LOST_AFTER * heartbeat_s and now < session.deadline:
                 why = f"worker {session.worker} sent no heartbeat for {silent:.0f} s"
                 self._finisher.impose(session, FinishReport(Outcome.INFRA_ERROR, why), now)
-            elif now >= session.deadline:
-                self._finisher.impose(session, FinishReport(), now)
+            elif now >= session.deadline + LATE_S:
+                why = "the agent did not return before its deadline"
+                self._finisher.impose(session, FinishReport(Outcome.TIMEOUT, why), now)
         self._seen = {worker: seen for worker, seen in self._seen.items() if now - seen < LISTED_S}
-        self._polls = +self._polls
         self._left &= self._seen.keys()
+        for known in (self._stopped, self._finished):
+            for worker in known.keys() - self._seen.keys():
+                del known[worker]
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers of the last minutes with their numbers of running attempts."""
         now, running = _now(), Counter(session.worker or "" for session in self._running())
-        names = {*self._seen, *running, *+self._polls}
+        polling = {poll.worker for line in self._lines.values() for poll in line.polls}
         return [
             {
                 "worker": name,
                 "running": running[name],
-                "connected": self._polls[name] > 0
+                "connected": name in polling
                 or running[name] > 0
                 or now - self._seen.get(name, -math.inf) < BETWEEN_POLLS_S,
                 "seen_s": round(now - self._seen.get(name, now), 1),
             }
-            for name in sorted(names)
+            for name in sorted({*self._seen, *running, *polling})
         ]
 
     def _running(self) -> list[GatewaySession]:
@@ -163,30 +235,36 @@ class AttemptQueue:
             if session.worker is not None and session.ending is None
         ]
 
-    def _pop(self, capacity: int) -> list[GatewaySession]:
-        taken: list[GatewaySession] = []
-        while self._queue and len(taken) < capacity:
-            session = self._queue.popleft()
-            if session.closed is None:
-                taken.append(session)
-        if not self._queue:
-            self._filled.clear()
-        return taken
+    def _line(self, session: GatewaySession) -> _Line:
+        return self._lines[session.offer_heartbeat_s == 0]
 
     def _start(self, session: GatewaySession, worker: str) -> str:
         """Give a session to a worker and return its new key; the key that opened it is void."""
         assert session.deadline_s is not None, "it is set when the session is opened"
-        now, key = _now(), new_key()
-        session.worker, session.worker_seen = worker, now
+        now, key = _now(), new_key(self._id_prefix)
+        session.worker, session.worker_seen, session.on_stop = worker, now, self._stop
         session.opened, session.deadline = now, now + session.deadline_s
         self._sessions.set_key(session, key)
         return key
 
+    def _stop(self, session: GatewaySession) -> None:
+        """Tell the worker, by the next response to its poll, that an attempt ended."""
+        if session.worker is not None and session.worker not in self._left:
+            self._stopped.setdefault(session.worker, []).append(session.id)
+            self._wake(session.worker)
+
+    def _wake(self, worker: str) -> None:
+        for line in self._lines.values():
+            for poll in line.polls:
+                if poll.worker == worker:
+                    poll.woken.set()
+
     def _requeue(self, sessions: Sequence[GatewaySession]) -> None:
         for session in reversed(sessions):
-            session.worker, session.deadline = None, math.inf
-            self._queue.appendleft(session)
-            self._filled.set()
+            session.worker, session.on_stop, session.deadline = None, None, math.inf
+            line = self._line(session)
+            line.queue.appendleft(session)
+            line.wake()
 
 
 def _now() -> float:

@@ -18,26 +18,20 @@ from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
+from tidegate.gateway.clients.notes import notes_of, received
 from tidegate.gateway.clients.protection import CallRates, check_total
-from tidegate.gateway.clients.scoring import ENVIRONMENT
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
 from tidegate.gateway.turns.request_body import LARGE
-from tidegate.types import Outcome, Task
+from tidegate.types import CONVERSATION, Outcome, Task
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 0.5
-TASK = "conversation"
-"""Task id of every conversation."""
 MAX_CONVERSATIONS = 10_000
 """Limit of the conversations that have not ended, of all clients together."""
-MAX_NOTES = 16
-"""Limit of a conversation's comments and corrections."""
-NOTES = "feedback"
-"""Field of a session's metadata with its comments and corrections."""
 Key = tuple[str, object]
 """Client, and what identifies a reply or a conversation among the client's."""
 
@@ -82,8 +76,9 @@ class Conversations:
     @property
     def _scored_by(self) -> Sequence[str]:
         """Names of the reward functions of conversations."""
-        rewarder = self._gateway.options.rewarders.get(ENVIRONMENT)
-        return () if rewarder is None else rewarder.names
+        environments = self._gateway.options.environments
+        info = None if environments is None else environments.info(CONVERSATION)
+        return () if info is None else info.rewards
 
     def _restore(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -159,12 +154,12 @@ class Conversations:
             )
         group_id = f"{client}.{secrets.token_hex(8)}"
         request = SessionRequest(
-            task=Task(TASK, "", []),
+            task=Task(CONVERSATION, "", []),
             sampling=self._gateway.options.client_sampling,
             deadline_s=math.inf,
             group_id=group_id,
             slot=0,
-            env=ENVIRONMENT if self._scored_by else "",
+            env=CONVERSATION if self._scored_by else "",
             candidate=self._gateway.pool.draws_candidate(group_id),
         )
         session, _ = await self._gateway.open_session(request, client, call.name or "")
@@ -249,7 +244,9 @@ class Conversations:
         index = reply[1] if turn and reply is not None else None
         session = conversation.session
         check_total(session, name, value, index, self._gateway.options.reward_range)
-        notes = _notes(session, name, None if reply is None else reply[1], comment, correction)
+        about_turn = None if reply is None else reply[1]
+        notes = notes_of(session, name, about_turn, comment, correction)
+        notes |= received(session, name, value, about_turn, reply_only=turn)
         await self._gateway.post_reward(session.id, name, value, index, notes)
         conversation.used = asyncio.get_running_loop().time()
         return (conversation.session.group_id or "").rpartition(".")[2]
@@ -321,7 +318,7 @@ class Conversations:
     def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
         """Start the task that ends a conversation whose time has come."""
         session, options = conversation.session, self._gateway.options
-        scored = session.env == ENVIRONMENT and bool(self._scored_by)
+        scored = session.env == CONVERSATION and bool(self._scored_by)
         rewarded = scored or bool(session.rewards or session.turn_rewards)
         limit_s = options.conversation_idle_s if rewarded else options.feedback_window_s
         if session.ending is None and idle_s < limit_s:
@@ -344,7 +341,7 @@ class Conversations:
         report = FinishReport() if rewarded else FinishReport(Outcome.UNREWARDED, "no feedback came in time")
         trajectory = await self._gateway.finish(session.id, report)
         if trajectory is not None and trajectory.reward is not None:
-            await self._gateway.seal(session.group_id or "", TASK, [session.id])
+            await self._gateway.seal(session.group_id or "", CONVERSATION, [session.id])
         self._forget(conversation)
 
     def _forget(self, conversation: Conversation) -> None:
@@ -358,41 +355,6 @@ class Conversations:
                 having[:] = [one for one in having if one is not conversation]
                 if not having:
                     del self._by_history[key]
-
-
-def _notes(
-    session: GatewaySession, name: str, turn: int | None, comment: str | None, correction: str | None
-) -> dict[str, Any]:
-    """Return the session's metadata with a comment and a correction, by the turn and the feedback's name.
-
-    Args:
-        session: The session.
-        name: Name of the feedback.
-        turn: Turn of the reply that it is about; None: the newest one.
-        comment: The comment.
-        correction: The correction.
-
-    Raises:
-        GatewayError: 400 if the session has too many of them, or no reply to correct.
-    """
-    if comment is None and correction is None:
-        return {}
-    newest = session.tree.newest()
-    if turn is None and newest is not None:
-        turn = newest.turn.index
-    if turn is None:
-        raise GatewayError("the conversation has no reply to comment on or to correct", status=400)
-    notes: dict[str, dict[str, Any]] = {**session.metadata.get(NOTES, {})}
-    note: dict[str, Any] = {"comment": comment}
-    if correction is not None:
-        reply = {"role": "assistant", "content": correction}
-        note["correction"] = [*session.tree.history(turn)[:-1], reply]
-    notes[f"{turn}.{name}"] = {key: value for key, value in note.items() if value is not None}
-    if len(notes) > MAX_NOTES:
-        raise GatewayError(
-            f"a conversation keeps comments and corrections from {MAX_NOTES} feedbacks at most", status=400
-        )
-    return {NOTES: notes}
 
 
 def _reply_id(about: str) -> str:

@@ -51,6 +51,9 @@ class EnvironmentService(Protocol):
     Each method raises EpisodeLostError if the episode's state is lost, or if no service responds in time.
     """
 
+    async def start(self) -> None:
+        """Reads which environments there are. Raises StartError."""
+
     def info(self, env: str) -> EnvironmentInfo | None:
         """Returns what is known of the environment of this name; None: there is none."""
 

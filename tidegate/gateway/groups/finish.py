@@ -7,6 +7,8 @@ import logging
 from dataclasses import replace
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.environments.states import EpisodeStates
+from tidegate.gateway.environments.tool_metrics import tool_metrics
 from tidegate.gateway.groups.rewards import Scorer
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import Journal
@@ -33,6 +35,7 @@ class SessionFinisher:
         sessions: SessionStore,
         groups: GroupStore,
         scorer: Scorer,
+        states: EpisodeStates,
         metrics: GatewayMetrics,
         *,
         grace_s: float,
@@ -44,6 +47,7 @@ class SessionFinisher:
         self._sessions = sessions
         self._groups = groups
         self._scorer = scorer
+        self._states = states
         self._metrics = metrics
 
     # -- finished --------------------------------------------------------------------------------
@@ -80,13 +84,23 @@ class SessionFinisher:
     async def _finish(self, session: GatewaySession, ending: SessionResult) -> Trajectory:
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
-        await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
+        await self._score(session, ending, trajectory)
         forget_at = asyncio.get_running_loop().time() + self._retention_s
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at
         session.ended.set()
         self._metrics.outcomes[trajectory.outcome.value] += 1
         return trajectory
+
+    async def _score(self, session: GatewaySession, ending: SessionResult, trajectory: Trajectory) -> None:
+        """Set the reward; an episode whose state is lost is an `infra_error`, whatever its agent reported."""
+        if (info := self._states.info(session)) is not None and (info.tools or trajectory.tool_calls):
+            trajectory.metrics |= tool_metrics(trajectory.tool_calls)
+        lost = await self._states.settle(session)
+        if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
+            trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
+        else:
+            await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
 
     def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
         """Let a failed finish be retried; waiting callers receive its exception."""
@@ -112,6 +126,8 @@ class SessionFinisher:
     def impose(self, session: GatewaySession, report: FinishReport, now: float) -> None:
         """End a session that its agent did not finish; a reply in doubt stays undelivered."""
         session.ending = replace(decide(session, report, now), imposed=True)
+        if session.on_stop is not None:
+            session.on_stop(session)
         session.close(session.ending.error or "it was ended")
         self.start_finishing(session)
 

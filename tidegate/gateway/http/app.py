@@ -19,8 +19,9 @@ from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, clients, openapi, schemas
+from tidegate.gateway.http import attempts, clients, openapi, schemas, tools
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
+from tidegate.gateway.http.mcp import McpServer
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.sessions.session import SessionRequest
@@ -35,8 +36,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
 
     The data plane bypasses FastAPI, whose overhead exceeds the work of a call.
     """
-    conversations = Conversations(gateway)
-    control = _control_plane(gateway, conversations)
+    conversations, mcp = Conversations(gateway), McpServer(gateway)
+    control = _control_plane(gateway, conversations, mcp)
     endpoints: list[tuple[str, str, ASGIApp]] = [
         ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
         ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
@@ -51,7 +52,8 @@ def create_app(gateway: Gateway) -> ASGIApp:
         for base in ("/s/{session_id}/v1", "/v1")
         for method, path, endpoint in endpoints
     ]
-    routes += [attempts.finish_route(gateway), *clients.routes(gateway, conversations)]
+    routes += [attempts.finish_route(gateway), *tools.routes(gateway), mcp.route()]
+    routes += clients.routes(gateway, conversations)
     data = Router(routes, default=AuthMiddleware(gateway, control))
     workers = Router(attempts.routes(gateway), default=data)
 
@@ -96,7 +98,7 @@ _OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-
 """Paths that need no key."""
 
 
-def _control_plane(gateway: Gateway, conversations: Conversations) -> FastAPI:
+def _control_plane(gateway: Gateway, conversations: Conversations, mcp: McpServer) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,6 +107,7 @@ def _control_plane(gateway: Gateway, conversations: Conversations) -> FastAPI:
         try:
             yield
         finally:
+            await mcp.close()
             await conversations.close()
             await gateway.close()
 

@@ -1,6 +1,8 @@
-"""Serves the calls of remote workers. Raw ASGI, as thousands of them may poll."""
+"""Serves the calls of workers and of a trainer's own agents. Raw ASGI, as thousands of them may poll."""
 
 from __future__ import annotations
+
+import hmac
 
 import orjson
 from starlette.requests import Request
@@ -12,12 +14,12 @@ from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
-from tidegate.gateway.http.json_endpoint import JsonEndpoint
+from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
 from tidegate.gateway.http.response import respond, unless_disconnected
+from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
-from tidegate.service.api_key import ApiKey
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
@@ -40,28 +42,31 @@ def finish_route(gateway: Gateway) -> Route:
 
 async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with attempts; they are queued again if the client disconnects before."""
-    _check_worker_key(gateway, scope)
+    own = _is_own(gateway, scope)
     poll = schemas.read(schemas.NextAttempts, await read_body(receive))
-    taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s)
+    taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s, own=own)
     taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
     if taken is not None:
-        root = gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
-        rows = [_row(session, key, root) for session, key in taken]
-        await respond(send, 200, orjson.dumps({"attempts": rows}))
+        root = "" if not taken else gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
+        answer = {
+            "attempts": [_row(session, key, root) for session, key in taken],
+            "ended": gateway.attempts.stopped(poll.worker),
+            "shards": gateway.options.pool.shards,
+        }
+        await respond(send, 200, orjson.dumps(answer))
 
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _check_worker_key(gateway, scope)
+    _is_own(gateway, scope)
     body = schemas.read(schemas.WorkerName, await read_body(receive))
     gateway.attempts.heartbeat(scope["path_params"]["attempt"], body.worker)
     await respond(send, 200, b"{}")
 
 
 async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _check_worker_key(gateway, scope)
+    _is_own(gateway, scope)
     body = schemas.read(schemas.WorkerName, await read_body(receive))
-    ended = gateway.attempts.leave(body.worker)
-    await respond(send, 200, orjson.dumps({"ended": ended}))
+    await respond(send, 200, orjson.dumps(gateway.attempts.leave(body.worker)))
 
 
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,6 +81,8 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
     if (redaction := gateway.options.redact) is not None:
         report.output = report.output and redact_text(report.output, redaction)
         report.error = report.error and redact_text(report.error, redaction)
+    if report.outcome is None:
+        gateway.attempts.count(session)
     trajectory = await gateway.finish(session.id, report.report(), wait_s=ACCEPT_S)
     row: dict[str, object] = {"state": session.state}
     if trajectory is not None:
@@ -83,22 +90,27 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
     await respond(send, 202 if trajectory is None else 200, orjson.dumps(row))
 
 
-def _check_worker_key(gateway: Gateway, scope: Scope) -> None:
-    key = gateway.options.worker_key
-    if key is None:
+def _is_own(gateway: Gateway, scope: Scope) -> bool:
+    """Returns whether the caller runs the trainer's own agents. Raises GatewayError without a valid key."""
+    options, key = gateway.options, bearer_key(scope)
+    if hmac.compare_digest(key.encode(), agents_key(options.admin_key).encode()):
+        return True
+    if options.worker_key is None:
         raise GatewayError("this gateway takes no workers: it has no worker key", status=403)
-    authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-    ApiKey(key, lambda: GatewayError("this route needs the gateway's worker key", status=401)).check(
-        authorization
-    )
+    if not hmac.compare_digest(key.encode(), options.worker_key.encode()):
+        raise GatewayError("this route needs the gateway's worker key", status=401)
+    return False
 
 
 def _row(session: GatewaySession, key: str, root: str) -> dict[str, object]:
     assert session.task is not None, "an offered session has a task"
+    url = f"{root}/s/{session.id}"
     return {
         "attempt": session.id,
         "task": {"id": session.task.id, "messages": session.task.messages},
-        "base_url": f"{root}/s/{session.id}/v1",
+        "base_url": f"{url}/v1",
+        "tools_url": f"{url}/tools",
+        "mcp_url": f"{url}/mcp",
         "api_key": key,
         "model": MODEL_NAME,
         "seed": session.seed,

@@ -51,6 +51,7 @@ class DialectEndpoint:
                 self._check_rate(session.client)
                 if gateway.options.redact is not None:
                     receive = replay(await redacted(gateway, await read_body(receive)), receive)
+            await gateway.states.ready(session)
             request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return

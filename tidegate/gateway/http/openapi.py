@@ -65,13 +65,17 @@ def _operation(path: str, reply: Schema, error: Schema, body: Schema | None) -> 
 
 
 def _json_routes() -> dict[str, dict[str, Schema]]:
-    """Describes the calls of workers (docs/remote.md) and of clients with a project key (docs/agents.md)."""
+    """Describes the calls of workers (docs/remote.md), of clients with a project key (docs/agents.md), and
+    those for tools (docs/gateway.md)."""
     group = "/v1/groups/{group}"
     calls: list[tuple[str, str, str, type[schemas.Body] | None]] = [
         ("post", "/attempts/next", WORKER, schemas.NextAttempts),
         ("post", "/attempts/{attempt}/heartbeat", WORKER, schemas.WorkerName),
         ("post", "/attempts/leave", WORKER, schemas.WorkerName),
         ("post", "/s/{session_id}/finish", SESSION, schemas.WorkerFinish),
+        ("get", "/s/{session_id}/tools", SESSION, None),
+        ("post", "/s/{session_id}/tools/{name}", SESSION, schemas.ToolArguments),
+        ("post", "/s/{session_id}/respond", SESSION, schemas.AgentReply),
         ("post", "/v1/feedback", PROJECT, schemas.Feedback),
         ("delete", "/v1/conversations/{name}", PROJECT, None),
         ("post", f"{group}/episodes", PROJECT, schemas.ClientEpisodeRequest),
@@ -87,7 +91,7 @@ def _json_routes() -> dict[str, dict[str, Schema]]:
             "parameters": [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names],
             "responses": {"2XX": _response(_object({})), **_refusals(_CONTROL)},
         }
-        if method == "get":
+        if path == group and method == "get":
             wait = {"type": "number", "minimum": 0, "maximum": 60}
             operation["parameters"].append({"name": "wait_s", "in": "query", "schema": wait})
         if body is not None:

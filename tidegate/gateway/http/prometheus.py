@@ -36,7 +36,6 @@ def collect(gateway: Gateway) -> Iterator[Metric]:
     yield gauge(f"{PREFIX}_conversations", conversations)
     yield counter(f"{PREFIX}_groups_sealed", groups.sealed)
     yield counter(f"{PREFIX}_groups_acked", acked, "outcome")
-    yield gauge(f"{PREFIX}_stuck_rewards", gateway.scorer.stuck)
     yield gauge(f"{PREFIX}_attempts_queued", gateway.attempts.queued)
     yield gauge(f"{PREFIX}_workers", sum(row["connected"] for row in gateway.attempts.workers()))
     yield gauge(f"{PREFIX}_engines", Counter(engine.state for engine in engines), "state")

@@ -77,6 +77,29 @@ class WorkerFinish(AgentReport):
         return outcome
 
 
+class ToolArguments(Body):
+    """Arguments of a tool, by name."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class AgentReply(Body):
+    """A reply that the environment's other side answers."""
+
+    message: Annotated[
+        dict[str, Any],
+        Field(json_schema_extra={"properties": {"role": {"type": "string"}}, "required": ["role"]}),
+    ]
+    """A chat message with a `role`."""
+
+    @field_validator("message")
+    @classmethod
+    def _has_role(cls, message: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(message.get("role"), str):
+            raise ValueError("a chat message has a role and a content")
+        return message
+
+
 class ClientEpisodeRequest(Body):
     task_id: Annotated[str, Field(min_length=1, max_length=200)]
     metadata: dict[str, Any] = {}
@@ -200,6 +223,7 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
         "limits": fields_of(session.limits),
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
+        "reported": session.ending and session.ending.reported,
     }
 
 
@@ -211,7 +235,8 @@ def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any
             versions = [version for session in members if (version := session.oldest_version()) is not None]
             unended = sum(member.ending is None for member in members)
             oldest = min(versions, default=None)
-            rows.append(_group_row(group_id, "live", oldest, [m.id for m in members], unended))
+            row = _group_row(group_id, "live", oldest, [m.id for m in members], unended)
+            rows.append(row | {"client": members[0].client, "outcome": _unrewarded_end(members[0])})
     for entry in groups.entries():
         ids = [trajectory.session_id for trajectory in entry.group.trajectories]
         group = entry.group
@@ -230,6 +255,14 @@ def _group_row(
         "sessions": sessions,
         "unended": unended,
     }
+
+
+def _unrewarded_end(session: GatewaySession) -> str | None:
+    """Returns the outcome of a client's conversation that has ended without a reward; else None."""
+    trajectory = session.trajectory
+    if session.conversation is None or trajectory is None or trajectory.reward is not None:
+        return None
+    return trajectory.outcome.value
 
 
 def _mean_reward(group: Group) -> float | None:

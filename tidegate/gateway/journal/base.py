@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tidegate.types import Group
+from tidegate.types import Group, ToolCall
 
 if TYPE_CHECKING:
     from tidegate.gateway.engines.engine import EngineRecord
@@ -70,6 +70,21 @@ class Journal:
 
     async def offered(self, sessions: Sequence[GatewaySession]) -> None:
         """Write that a worker took these sessions, or that they are queued again."""
+
+    async def set_up(self, session: GatewaySession) -> None:
+        """Write that a session's environment has made its state, before the session's first call."""
+
+    async def tool_called(
+        self, session: GatewaySession, number: int, call: ToolCall, key: str | None
+    ) -> None:
+        """Write a tool call before it is answered.
+
+        Args:
+            session: The session.
+            number: Position among the session's tool calls.
+            call: The call.
+            key: Its idempotency key.
+        """
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         """Write turns before their replies are sent; the future resolves once they are written."""

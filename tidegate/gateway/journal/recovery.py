@@ -14,8 +14,9 @@ from tidegate.gateway.engines.engine import EngineRecord
 from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.base import Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
+from tidegate.gateway.sessions.tool_calls import SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
-from tidegate.types import CLIENT_CLOSED, Group, from_wire
+from tidegate.types import CLIENT_CLOSED, Group, ToolCall, from_wire
 
 INTERRUPTED = "the gateway was restarted while this session ran"
 
@@ -29,10 +30,11 @@ def load(connection: sqlite3.Connection) -> Recovered:
     rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
         rewards[number][turn][name] = value
+    tool_calls = _tool_calls(connection)
     offset = asyncio.get_running_loop().time() - time.time()
     sessions = []
     for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
-        session = _session(row, turns.pop(row[0], []), offset)
+        session = _session(row, turns.pop(row[0], []), tool_calls[row[0]], offset)
         session.turn_rewards = dict(rewards[session.number])
         session.rewards = session.turn_rewards.pop(schema.WHOLE_SESSION, {})
         sessions.append(session)
@@ -57,7 +59,8 @@ def load(connection: sqlite3.Connection) -> Recovered:
 def _drop_orphans(connection: sqlite3.Connection) -> None:
     """Delete rows that were written after their session was deleted."""
     of_turn = f"id >> {schema.TURN_BITS}"
-    for table, number in (("turns", of_turn), ("sent", of_turn), ("rewards", "session")):
+    columns = {"turns": of_turn, "sent": of_turn, "rewards": "session", "tool_calls": "session"}
+    for table, number in columns.items():
         connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
 
 
@@ -75,7 +78,18 @@ def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
     return turns
 
 
-def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> GatewaySession:
+def _tool_calls(connection: sqlite3.Connection) -> dict[int, SessionToolCalls]:
+    """The tool calls of each session in order."""
+    calls: dict[int, SessionToolCalls] = defaultdict(SessionToolCalls)
+    rows = connection.execute("SELECT session, number, key, call FROM tool_calls ORDER BY session, number")
+    for session, number, key, call in rows:
+        calls[session].restore(number, from_wire(call, ToolCall), key)
+    return calls
+
+
+def _session(
+    row: tuple[Any, ...], nodes: list[TurnNode], tool_calls: SessionToolCalls, offset: float
+) -> GatewaySession:
     number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
     session = schema.read_session(
         about,
@@ -94,6 +108,7 @@ def _session(row: tuple[Any, ...], nodes: list[TurnNode], offset: float) -> Gate
             node.turn.delivered = bool(went_out)
         session.ending = schema.read_ending(ending, offset)
         session.closed = "it was finished"
+    session.tool_calls = tool_calls
     session.tree = TurnTree.restored(nodes)
     for node in nodes:
         session.calls.add_recorded(node)

@@ -17,7 +17,7 @@ from tidegate.gateway.sessions.session import GatewaySession, SessionRequest, Se
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, fields_of, to_wire
 
-VERSION = 5
+VERSION = 6
 """Version of this schema; the database's `user_version`."""
 TABLES = """
 CREATE TABLE sessions (
@@ -28,6 +28,9 @@ CREATE TABLE turns (id INTEGER PRIMARY KEY, node BLOB NOT NULL);
 CREATE TABLE sent (id INTEGER PRIMARY KEY);
 CREATE TABLE rewards (
     session INTEGER, turn INTEGER, name TEXT, value REAL, PRIMARY KEY (session, turn, name)
+) WITHOUT ROWID;
+CREATE TABLE tool_calls (
+    session INTEGER, number INTEGER, key TEXT, call BLOB NOT NULL, PRIMARY KEY (session, number)
 ) WITHOUT ROWID;
 CREATE TABLE groups (
     id TEXT PRIMARY KEY, place INTEGER NOT NULL, task_id TEXT NOT NULL, members TEXT NOT NULL,
@@ -75,7 +78,7 @@ def lost_turn(index: int) -> TurnNode:
 def session_row(session: GatewaySession) -> str:
     """The arguments a session was opened with, by Python's json: it writes all JSON that bodies contain."""
     return json.dumps(
-        {name: getattr(session, name) for name in (*_REQUEST, "worker", "client", "conversation")},
+        {name: getattr(session, name) for name in (*_REQUEST, "worker", "client", "conversation", "set_up")},
         default=fields_of,
     )
 
@@ -96,6 +99,8 @@ def ending_row(ending: SessionResult, at: float) -> str:
 def read_ending(row: str, loop_offset: float) -> SessionResult:
     ending = json.loads(row)
     ending["outcome"] = Outcome(ending["outcome"])
+    reported = ending.get("reported")
+    ending["reported"] = None if reported is None else Outcome(reported)
     ending["at"] += loop_offset
     return SessionResult(**ending)
 

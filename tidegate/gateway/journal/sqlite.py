@@ -22,7 +22,7 @@ from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.journal.writer import Statement, Writer
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
-from tidegate.types import CLIENT_CLOSED, Trajectory
+from tidegate.types import CLIENT_CLOSED, ToolCall, Trajectory, to_wire
 
 FILE = "journal.sqlite"
 FLUSH_DELAY_S = 0.05
@@ -95,6 +95,16 @@ class DiskJournal(Journal):
         update = "UPDATE sessions SET key_hash = ?, about = ?, opened = ?, deadline = ? WHERE number = ?"
         await self._writer.write("offered", (update, rows))
 
+    async def set_up(self, session: GatewaySession) -> None:
+        row = (schema.session_row(session), session.number)
+        await self._writer.write("set_up", ("UPDATE sessions SET about = ? WHERE number = ?", [row]))
+
+    async def tool_called(
+        self, session: GatewaySession, number: int, call: ToolCall, key: str | None
+    ) -> None:
+        row = (session.number, number, key, to_wire(call))
+        await self._writer.write("tool_called", ("INSERT INTO tool_calls VALUES (?, ?, ?, ?)", [row]))
+
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
         rows = [schema.turn_row(session.number, node) for node in nodes]
         return self._writer.write("recorded", (schema.INSERT_TURN, rows), *_closed(session, nodes))
@@ -153,6 +163,7 @@ class DiskJournal(Journal):
             ("DELETE FROM turns WHERE id BETWEEN ? AND ?", ranges),
             ("DELETE FROM sent WHERE id BETWEEN ? AND ?", ranges),
             ("DELETE FROM rewards WHERE session = ?", [(number,) for number in numbers]),
+            ("DELETE FROM tool_calls WHERE session = ?", [(number,) for number in numbers]),
         ]
 
     # -- groups ----------------------------------------------------------------------------------

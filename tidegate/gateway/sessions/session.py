@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -12,6 +13,7 @@ from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.pending_turns import PendingTurns
+from tidegate.gateway.sessions.tool_calls import MAX_RECORDED, SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
 
@@ -30,6 +32,8 @@ class SessionResult:
     metrics: dict[str, float] = field(default_factory=dict)
     imposed: bool = False
     """Decided by the gateway: a later finish by the worker is refused."""
+    reported: Outcome | None = None
+    """Outcome that the caller reported; None if the gateway was left to decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,9 @@ class SessionRequest:
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
     trainer_epoch: Annotated[int, Field(ge=0)] | None = None
     """Epoch of the trainer that opens it; the session ends when a newer trainer takes over."""
-    offer_heartbeat_s: Seconds | None = None
-    """Offers the session to workers, which send heartbeats at this interval. Its deadline then starts, with a
-    new key, when a worker takes it."""
+    offer_heartbeat_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Offers the session to workers, which send heartbeats at this interval; 0: to the trainer's own agents,
+    which send none. Its deadline then starts, with a new key, when a worker takes it."""
     candidate: bool = False
     """Samples from the candidate version while there is one."""
     key: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{32,64}$")] | None = None
@@ -92,10 +96,17 @@ class GatewaySession(SessionRequest):
     """Name of the conversation, empty without one; None if its calls are made with its own key."""
     worker_seen: float = 0.0
     """Time of the worker's last heartbeat."""
+    on_stop: Callable[[GatewaySession], None] | None = None
+    """Called when the session ends without its worker's doing."""
     former_keys: list[bytes] = field(default_factory=list)
     """Hashes of earlier keys, which are void, but recognise a repeated request to open it."""
     tree: TurnTree = field(default_factory=TurnTree)
     calls: PendingTurns = field(default_factory=PendingTurns)
+    tool_calls: SessionToolCalls = field(default_factory=SessionToolCalls)
+    set_up: bool = False
+    """Whether its environment has made its state."""
+    state_lost: str | None = None
+    """Why its environment's state is lost, if it is: the session ends as `infra_error`."""
     affinity: Affinity = field(init=False)
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards posted during the run, by name."""
@@ -159,10 +170,14 @@ class GatewaySession(SessionRequest):
         if self.closed is None:
             self.closed = reason
         self.calls.cancel_all(session_closed(self.closed))
+        self.tool_calls.cancel_all()
         self.affinity.release()
 
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""
+        on_stop, self.on_stop = self.on_stop, None
+        if self.ending is None and on_stop is not None:
+            on_stop(self)
         self.close(reason)
         self.ended.set()
         if self.finishing is not None:
@@ -178,7 +193,10 @@ class GatewaySession(SessionRequest):
 
 def decide(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
     outcome, error = _outcome(session, report.outcome, now)
-    return SessionResult(outcome, report.error or error, now, report.output, report.reward, report.metrics)
+    return SessionResult(
+        outcome, report.error or error, now, report.output, report.reward, report.metrics,
+        reported=report.outcome,
+    )  # fmt: skip
 
 
 def _outcome(session: GatewaySession, reported: Outcome | None, now: float) -> tuple[Outcome, str | None]:
@@ -241,6 +259,7 @@ def trajectory_of(session: GatewaySession, ending: SessionResult) -> Trajectory:
         messages=session.tree.history(newest.turn.index) if newest is not None else [],
         metadata=session.metadata,
         client=session.client,
+        tool_calls=list(session.tool_calls.recorded),
     )
 
 
@@ -268,6 +287,15 @@ def check_limits(session: GatewaySession, now: float) -> int | None:
             retryable=True,
         )
     return left
+
+
+def check_tool_calls(session: GatewaySession) -> None:
+    """Raises ApiError if the session may call no more tools."""
+    calls, limit = session.tool_calls, session.limits.tool_calls
+    if limit is not None and (number := len(calls.recorded) + len(calls.running)) >= limit:
+        raise _budget_exceeded(session, f"tool calls: {number} of {limit}")
+    if calls.size >= MAX_RECORDED:
+        raise _budget_exceeded(session, f"recorded tool calls: {calls.size} of {MAX_RECORDED} bytes")
 
 
 def _budget_exceeded(session: GatewaySession, what: str) -> ApiError:

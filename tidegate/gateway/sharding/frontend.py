@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 import orjson
@@ -31,7 +30,7 @@ from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.ids import new_id
 from tidegate.gateway.metrics import PREFIX
 from tidegate.gateway.sharding.fleet import Answer, Fleet, LeaseAggregator, Refused, raise_for_status
-from tidegate.gateway.sharding.proxy import ReverseProxy
+from tidegate.gateway.sharding.proxy import ReverseProxy, host_of
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import CONTENT_TYPE, counter, exposition, gauge, merged
@@ -75,6 +74,8 @@ class ShardRouter:
                 ("POST", "/groups/ack", forwarded(self._shard_of_lease)),
                 ("POST", "/groups/{id:path}/seal", forwarded(self._shard_of_group)),
                 ("DELETE", "/groups/{id:path}", forwarded(self._shard_of_group)),
+                ("GET", "/attempts", keyed(self._attempts)),
+                ("POST", "/attempts/leave", self._leave),
                 ("GET", "/engines", keyed(self._list_engines)),
                 ("POST PATCH DELETE", "/engines", keyed(self._engines)),
                 ("GET", "/health", self._health),
@@ -85,8 +86,9 @@ class ShardRouter:
         control = Starlette(routes=routes, lifespan=self._lifespan, exception_handlers=_ERRORS)
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            data_plane = scope["type"] == "http" and scope["path"].startswith(("/v1/", "/s/"))
-            await (proxy if data_plane else control)(scope, receive, send)
+            path = scope["path"] if scope["type"] == "http" else ""
+            proxied = path.startswith(("/v1/", "/s/", "/attempts/")) and path != "/attempts/leave"
+            await (proxy if proxied else control)(scope, receive, send)
 
         return app
 
@@ -128,9 +130,7 @@ class ShardRouter:
         async def forward(request: Request) -> Response:
             body = await _body(request)
             index = choice(request, body)
-            host = request.url.hostname or "127.0.0.1"
-            host = f"[{host}]" if ":" in host else host
-            address = f"{host}:{urlsplit(self.fleet.shards[index].url).port}"
+            address = host_of(request.scope, self.fleet.shards[index])
             headers = {**_authorization(request), "Host": address}
             path = request.scope["raw_path"].decode("latin-1")
             return _forward(await self.fleet.call(index, request.method, path, body or None, headers))
@@ -172,6 +172,27 @@ class ShardRouter:
         if groups is None:
             return Response(status_code=499)
         return Response(msgspec.msgpack.encode({"groups": groups}), media_type="application/msgpack")
+
+    async def _attempts(self, request: Request) -> Response:
+        """The workers of all shards, each once."""
+        answers = await self.fleet.call_all("GET", "/attempts", None, _authorization(request))
+        rows = [answer.json() for answer in answers]
+        workers: dict[str, dict[str, Any]] = {}
+        for row in (worker for listed in rows for worker in listed["workers"]):
+            total = workers.setdefault(row["worker"], row)
+            if total is not row:
+                total["running"] += row["running"]
+                total["connected"] = total["connected"] or row["connected"]
+                total["seen_s"] = min(total["seen_s"], row["seen_s"])
+        return _json({"queued": sum(row["queued"] for row in rows), "workers": list(workers.values())})
+
+    async def _leave(self, request: Request) -> Response:
+        """Each shard checks the worker key."""
+        body, headers = await _body(request), _authorization(request)
+        rows = [
+            answer.json() for answer in await self.fleet.call_all("POST", "/attempts/leave", body, headers)
+        ]
+        return _json({name: sum(row[name] for row in rows) for name in rows[0]})
 
     async def _engines(self, request: Request) -> Response:
         body = await _body(request)

@@ -7,12 +7,14 @@ import logging
 from collections.abc import AsyncIterator, Iterable
 
 import aiohttp
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from tidegate.gateway.http.response import error_response
 from tidegate.gateway.sharding.fleet import Fleet
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
+from tidegate.service.service import LOOPBACK
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
@@ -57,6 +59,9 @@ class _Upload:
             pass
 
 
+POLL = "/attempts/next"
+
+
 def shard_url(shard: Shard, scope: Scope) -> URL:
     """The URL of a request at a shard, with the raw path and query: decoding and re-encoding could change the
     path."""
@@ -64,11 +69,18 @@ def shard_url(shard: Shard, scope: Scope) -> URL:
     return URL(shard.url + path + ("?" + query if query else ""), encoded=True)
 
 
-class ReverseProxy:
-    """Streams a request to the shard of its session or key, and the response back.
+def host_of(scope: Scope, shard: Shard) -> str:
+    """The `Host` of a shard: the host that the client calls, with the shard's port."""
+    host = Request(scope).url.hostname or LOOPBACK
+    return f"{f'[{host}]' if ':' in host else host}:{URL(shard.url).port}"
 
-    A request without a valid key goes to the first shard, which refuses it in the client's dialect. Requests
-    are not retried here: a client's own retry is marked as one.
+
+class ReverseProxy:
+    """Streams a request to the shard of its session, attempt or key, and the response back.
+
+    A worker polls each shard, which it names in the query (`?shard=1`). A request without a valid key goes to
+    the first shard, which refuses it in the client's dialect. Requests are not retried here: a client's own
+    retry is marked as one.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -93,9 +105,12 @@ class ReverseProxy:
         headers = dict(scope["headers"])
         _, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shards = self._fleet.shards
-        session_id = scope["path"].split("/")[2] if scope["path"].startswith("/s/") else ""
+        if scope["path"] == POLL:
+            name = scope["query_string"].decode("latin-1").removeprefix("shard=") + "."
+        else:
+            name = scope["path"].split("/")[2] if scope["path"].startswith(("/s/", "/attempts/")) else ""
         for token in (
-            session_id,
+            name,
             bearer.decode("latin-1").strip(),
             headers.get(b"x-api-key", b"").decode("latin-1"),
         ):
@@ -105,20 +120,23 @@ class ReverseProxy:
 
     async def _proxy(self, shard: Shard, scope: Scope, receive: Receive, send: Send, upload: _Upload) -> None:
         url = shard_url(shard, scope)
+        headers = _end_to_end(scope["headers"])
+        if scope["path"] == POLL:
+            headers.append(("Host", host_of(scope, shard)))  # attempts get the address of their shard
         started = False
         try:
             async with asyncio.timeout(_UP_S):
                 await shard.up.wait()
             async with self._fleet.http.request(
-                scope["method"], url, data=upload.body(), headers=_end_to_end(scope["headers"])
+                scope["method"], url, data=upload.body(), headers=headers
             ) as response:
-                headers = [
+                answered = [
                     (name.lower(), value)
                     for name, value in response.raw_headers
                     if name.lower() not in _HOP_BY_HOP
                 ]
                 started = True
-                await send({"type": "http.response.start", "status": response.status, "headers": headers})
+                await send({"type": "http.response.start", "status": response.status, "headers": answered})
                 async for chunk in response.content.iter_any():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

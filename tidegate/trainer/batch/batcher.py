@@ -98,6 +98,8 @@ class Batcher:
     tokens: TokenCounts = field(default_factory=TokenCounts)
     answer: Callable[[GroupState], Any] = lambda _: None
     """Group → the gold answer of its task, as in trajectory files."""
+    offered: Callable[[Group, str | None], None] = lambda group, refusal: None
+    """Called with a client's group when admission has accepted it, or refused it for a reason."""
     last_progress: float = field(default_factory=time.monotonic)
     accepted_episodes: int = 0
     """Episodes of clients' groups that admission accepted."""
@@ -168,6 +170,7 @@ class Batcher:
         known = admission.groups.get(group.id)
         if known is None and group.client is not None:
             refusal = admission.accept(group)
+            self.offered(group, refusal)
             if refusal is not None:
                 await self.gateway.ack(admission.epoch, group.lease_id, REFUSED, refusal)
                 return False

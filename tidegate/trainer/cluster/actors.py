@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import ray
 
@@ -21,10 +21,8 @@ from tidegate.service.process_secrets import shield_process
 from tidegate.service.service import Service
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, set_gloo_interface
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
-from tidegate.trainer.processes.agent_worker import Access, AgentResult, AgentWorker
 from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess
-from tidegate.types import TaskView
 
 _SWEEPER = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$0") >/dev/null 2>&1 &'
 """Shell script that waits in the background for its standard input to close, then removes the directory."""
@@ -126,32 +124,6 @@ class ServerActor(ProcessActor):
     async def stop(self) -> None:
         if self._service is not None:
             await self._service.stop()
-
-
-class AgentActor(ProcessActor):
-    def __init__(self, context: ActorContext, name: str, use: str, options: Mapping[str, Any]) -> None:
-        super().__init__(context)
-        self._worker = AgentWorker(use, options, self.directory / "logs" / f"{name}.log")
-        self._runs: dict[str, asyncio.Task[AgentResult]] = {}
-
-    async def open(self) -> None:
-        await self._worker.open()
-
-    async def run(self, job_id: str, view: TaskView, access: Access) -> AgentResult:
-        """As `AgentWorker.run`; ends by `cancel`, too."""
-        task = asyncio.ensure_future(self._worker.run(job_id, view, **access))
-        self._runs[job_id] = task
-        try:
-            return await task
-        finally:
-            del self._runs[job_id]
-
-    async def cancel(self, job_id: str) -> None:
-        if job_id in self._runs:
-            self._runs[job_id].cancel()
-
-    async def stop(self) -> None:
-        await self._worker.close()
 
 
 class RankActor(ProcessActor):

@@ -33,7 +33,7 @@ class Placement:
         """Build the placement of a run. Raises ConfigError.
 
         Rank 0 and the gateway share a bundle, as the gateway's journal is in the run's directory. Every other
-        rank, engine and agents' process has its own bundle.
+        rank, engine, agents' process and environment service has its own bundle.
         """
         _check(settings)
         requests = settings.cluster
@@ -42,6 +42,7 @@ class Placement:
             *({f"trainer-{rank}": _trainer(settings)} for rank in range(1, settings.trainer.ranks)),
             *({name: _engine(settings)} for name in engine_names(settings)),
             *({name: {"CPU": 1, **requests.agents}} for name in agent_names(settings)),
+            *({name: {"CPU": settings.env.workers, **requests.env}} for name in _environments(settings)),
         ]
         slots = [
             ActorSlot(name, bundle, resources)
@@ -90,6 +91,12 @@ def _check(settings: Settings) -> None:
 
 def format_resources(resources: Mapping[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items()) or "nothing"
+
+
+def _environments(settings: Settings) -> list[str]:
+    """Return the names of the run's own environment services."""
+    own = settings.agent.source != "client" and settings.gateway.url is None and not settings.env.urls
+    return ["env"] if own else []
 
 
 def _trainer(settings: Settings) -> dict[str, float]:

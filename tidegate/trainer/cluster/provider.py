@@ -10,13 +10,13 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.actors import AgentActor, RankActor, ServerActor
+from tidegate.trainer.cluster.actors import RankActor, ServerActor
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileSender
-from tidegate.trainer.cluster.remote import RemoteAgents, RemoteProcess, RemoteRank, RemoteServer
+from tidegate.trainer.cluster.remote import RemoteProcess, RemoteRank, RemoteServer
 from tidegate.trainer.processes import servers
-from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 
 GATHER_S = 3.0
 
@@ -60,6 +60,13 @@ class RayProcesses:
         self._all += self._engines
         return self._engines
 
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> RemoteServer:
+        build = partial(servers.environment_server, settings, key)
+        actor = self._actor("env", ServerActor, build, restarts=servers.MAX_RESTARTS)
+        service = RemoteServer("env", actor, self._home, run_dir / "logs", port=0)
+        self._all.append(service)
+        return service
+
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> RemoteServer:
@@ -70,12 +77,12 @@ class RayProcesses:
         self._all.append(gateway)
         return gateway
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[RemoteAgents]:
-        agent = settings.agent
+    def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[RemoteServer]:
         processes = []
         for name in servers.agent_names(settings):
-            actor = self._actor(name, AgentActor, name, agent.use, agent.options, restarts=-1)
-            processes.append(RemoteAgents(name, actor, self._home, run_dir / "logs"))
+            build = partial(servers.agent_process, settings.agent, gateway, name)
+            actor = self._actor(name, ServerActor, build, restarts=-1)
+            processes.append(RemoteServer(name, actor, self._home, run_dir / "logs"))
         self._all += processes
         return processes
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import ray
 
@@ -20,15 +20,11 @@ from tidegate.trainer.cluster.actor_calls import REPLY_TIMEOUT_S, LostError, wai
 from tidegate.trainer.cluster.actors import StartCommand
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle
-from tidegate.trainer.processes.agent_worker import MAX_RESTARTS, Access, AgentResult
 from tidegate.trainer.processes.provider import CurrentWeights
-from tidegate.types import Outcome, TaskView
 
 LOST_S = 60.0
 """How long a lost actor may take to restart; its address and locks are free by then."""
 PAUSE_S = 0.5
-BEYOND_S = 30.0
-"""How long after an agent's deadline its actor may still reply, before it counts as lost."""
 
 Send = Callable[[Path], Awaitable[FileBundle]]
 """Puts a directory's files into the object store."""
@@ -94,7 +90,7 @@ class RemoteProcess:
 
 
 class RemoteServer(RemoteProcess):
-    """An engine or a gateway (`ServerProcess`)."""
+    """An engine, a gateway or an agents' process (`ServerProcess`)."""
 
     def __init__(
         self,
@@ -165,51 +161,6 @@ class RemoteServer(RemoteProcess):
 
     def last_log_line(self) -> str:
         return self._last_line
-
-
-class RemoteAgents(RemoteProcess):
-    """A process that runs agents (`AgentRunner`)."""
-
-    def __init__(self, name: str, actor: Any, home: ClusterNode, logs: Path) -> None:
-        super().__init__(name, actor, home, logs)
-        self._ready = False
-        self._losses = 0
-        """Losses in a row, without a completed run in between."""
-        self._starting = asyncio.Lock()
-
-    async def open(self) -> None:
-        await self.connect(READY_S)
-        await self._call("open", within_s=READY_S)
-        self._ready = True
-
-    async def run(self, job_id: str, view: TaskView, **access: Unpack[Access]) -> AgentResult:
-        """As `AgentWorker.run`. A run whose actor is lost ends as `cancelled`."""
-        async with self._starting:
-            if not self._ready:
-                await self.restart_after_loss(self.open)
-        within_s = access["deadline_s"] + BEYOND_S
-        try:
-            result: AgentResult = await self._call("run", job_id, view, access, within_s=within_s)
-        except LostError as error:
-            self._record_loss(error)
-            return AgentResult(Outcome.CANCELLED, error=str(error))
-        except asyncio.CancelledError:
-            self._actor.cancel.remote(job_id)
-            raise
-        if result.outcome is None:
-            self._losses = 0
-        return result
-
-    def _record_loss(self, error: LostError) -> None:
-        if not self._ready:  # another run has recorded the same loss
-            return
-        self._ready = False
-        self._losses += 1
-        if self._losses > MAX_RESTARTS:
-            raise StartError(f"{error}; {self._losses} times in a row") from error
-
-    async def close(self) -> None:
-        await self.stop()
 
 
 class RemoteRank(RemoteProcess):

@@ -74,9 +74,9 @@ def _apply(records: dict[int, VersionRecord], line: LedgerEntry) -> None:
 
 
 def _supersede(records: dict[int, VersionRecord]) -> None:
-    for record in records.values():
-        if record.state == "live":
-            record.state = "superseded"
+    live = next((record for record in reversed(records.values()) if record.state == "live"), None)
+    if live is not None:  # there is never more than one
+        live.state = "superseded"
 
 
 def _decide(record: VersionRecord, state: str, line: LedgerEntry) -> None:

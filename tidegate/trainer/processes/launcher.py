@@ -17,9 +17,15 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
+from tidegate.service.api_key import ENV_KEY
 from tidegate.service.process import run_together
-from tidegate.trainer.processes.agent_worker import AgentPool, AgentRunner
-from tidegate.trainer.processes.provider import CurrentWeights, ProcessProvider, ServerProcess
+from tidegate.trainer.processes.agents import GatewayWorkers, supervise_agents
+from tidegate.trainer.processes.provider import (
+    CurrentWeights,
+    GatewayAccess,
+    ProcessProvider,
+    ServerProcess,
+)
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
@@ -34,7 +40,6 @@ class Processes:
     """Clients of a run's processes. `engines` starts with the run's own engines or those of `engine.urls`."""
 
     gateway: GatewayClient
-    worker: AgentRunner
     engines: EngineMembership
 
 
@@ -59,17 +64,16 @@ async def start_processes(
     if settings.agent.source == "remote" and settings.gateway.url is None:
         keys["worker_key"] = worker_key(run_dir)
     servers = provider.engines(settings, run_dir, current)
-    gateway_server = None
-    if settings.gateway.url is None:
-        gateway_server = provider.gateway(settings, run_dir, keys, journal)
-    agents = AgentPool(provider.agents(settings, run_dir))
-    started = [*servers, *([gateway_server] if gateway_server is not None else [])]
-    for stop in (*(server.stop for server in started), agents.close):
-        stack.push_async_callback(stop)
+    for server in servers:
+        stack.push_async_callback(server.stop)
 
     async def start_gateway() -> GatewayClient:
-        if gateway_server is None:
+        if settings.gateway.url is not None:
             return await _lead_gateway(settings, stack)
+        if settings.agent.source != "client":
+            keys.update(await _start_environments(settings, run_dir, supervisor, note, stack, provider))
+        gateway_server = provider.gateway(settings, run_dir, keys, journal)
+        stack.push_async_callback(gateway_server.stop)
         if not (run_dir / "ledger.jsonl").exists():  # a journal without a ledger is of another run
             await asyncio.to_thread(shutil.rmtree, journal, ignore_errors=True)
         url = await gateway_server.start()
@@ -84,14 +88,55 @@ async def start_processes(
             note(f"workers: tidegate worker --gateway {address} --key-file {key_file} --agent FILE.py:NAME")
         return client
 
-    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway(), agents.open()]
+    async def start_gateway_and_agents() -> GatewayClient:
+        client = await start_gateway()
+        access = GatewayAccess(client.url, client.agents_key)
+        processes = provider.agents(settings, run_dir, access)
+        for process in processes:
+            stack.push_async_callback(process.stop)
+        await run_together(process.start() for process in processes)
+        workers = GatewayWorkers(client, await stack.enter_async_context(GatewayClient(*access)))
+        for process in processes:
+            supervisor.watch(supervise_agents(process, workers, note), process.name)
+        return client
+
+    jobs: list[Coroutine[Any, Any, Any]] = [start_gateway_and_agents()]
     gateway: GatewayClient = (await run_together(jobs + [server.start() for server in servers]))[0]
     engines = EngineMembership(gateway, note)
     await engines.open(settings.engine.urls or [server.url for server in servers])
     for server in servers:
         supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
-    return Processes(gateway, agents, engines)
+    return Processes(gateway, engines)
+
+
+async def _start_environments(
+    settings: Settings,
+    run_dir: Path,
+    supervisor: TaskSupervisor,
+    note: Callable[[str], None],
+    stack: contextlib.AsyncExitStack,
+    provider: ProcessProvider,
+) -> dict[str, str]:
+    """Start the environment service, unless `env.urls` names some; returns a gateway's keys for them."""
+    key = os.environ.pop(ENV_KEY, None)
+    urls = settings.env.urls
+    if not urls:
+        key = secrets.token_urlsafe(24)
+        service = provider.environments(settings, run_dir, key)
+        stack.push_async_callback(service.stop)
+        urls = [await service.start()]
+        supervisor.watch(_supervise(service, note), service.name)
+    return {"env_urls": "\n".join(urls), **({} if key is None else {"env_key": key})}
+
+
+async def _supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
+    """Restart a server whenever it exits; raises StartError after MAX_RESTARTS."""
+    while True:
+        why: str | None = await server.wait_for_exit()
+        while why is not None:
+            why = await _restart(server, why, note)
+        note(f"the {server.name} is back")
 
 
 async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tidegate.config import Settings
-from tidegate.trainer.processes.agent_worker import AgentRunner
 from tidegate.trainer.processes.rank_process import RankProcess
 
 CurrentWeights = Callable[[], tuple[Path, int]]
@@ -15,11 +14,20 @@ CurrentWeights = Callable[[], tuple[Path, int]]
 
 
 GatewayKeys = Mapping[str, str]
-"""The `admin_key` of a gateway and, if workers take attempts, its `worker_key`."""
+"""The `admin_key` of a gateway; its `worker_key`, if workers take attempts; and the `env_key` of its
+environment services, with their addresses in `env_urls`, one per line."""
+
+
+class GatewayAccess(NamedTuple):
+    """Address of a gateway, and the key with which the trainer's own agents take attempts."""
+
+    url: str
+    key: str
 
 
 class ServerProcess(Protocol):
-    """An engine or a gateway: a `Service`, or a `RemoteServer` on another node."""
+    """An engine, a gateway, an environment service or an agents' process: a `Service`, or a `RemoteServer` on
+    another node."""
 
     name: str
     url: str
@@ -41,12 +49,16 @@ class ProcessProvider(Protocol):
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
         """Return the run's own engines; none if `engine.urls` is set."""
 
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> ServerProcess:
+        """Return the environment service with its key."""
+
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> ServerProcess:
         """Return the gateway with its keys; a `journal` keeps its sessions across restarts."""
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentRunner]: ...
+    def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[ServerProcess]:
+        """Return the processes that run the run's own agents, as workers of a gateway that runs."""
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RankProcess]: ...
 

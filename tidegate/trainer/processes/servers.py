@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import EngineSettings, Settings
+from tidegate.config import AgentSettings, EngineSettings, Settings
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
-from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, GatewayCommand, VLLMCommand
+from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.processes.agent_worker import AgentWorker
-from tidegate.trainer.processes.provider import CurrentWeights, GatewayKeys
+from tidegate.trainer.processes.agents import AgentProcess
+from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 
 MAX_RESTARTS = 5
@@ -113,6 +113,16 @@ def engine_server(
     return Service("engine", arguments, directory, name=name, port=port)
 
 
+def environment_server(
+    settings: Settings, key: str, directory: Path, host: str, port: int, _: CurrentWeights | None = None
+) -> Service:
+    """Create the environment service with this key."""
+    command = EnvCommand.model_validate({"env": settings.env.model_dump(exclude={"urls"})})
+    arguments = ["serve", *arguments_of(command, "env.options"), "--host", host]
+    secrets = {"key": key, "options": settings.env.options}
+    return Service("env", lambda: arguments, directory, port=port, secrets=secrets, host=host)
+
+
 def gateway_server(
     settings: Settings,
     keys: GatewayKeys,
@@ -123,11 +133,22 @@ def gateway_server(
     _: CurrentWeights | None = None,
 ) -> Service:
     """Create the gateway with these keys. A `journal` keeps its sessions across restarts."""
-    arguments = gateway_arguments(settings, host)
+    urls = keys.get("env_urls")
+    arguments = gateway_arguments(settings, host, own_environments=urls is None)
     if journal is not None:
         arguments += ["--journal", str(journal)]
-    secrets = {**keys, "env_options": settings.env.options}
+    secrets: dict[str, Any] = {name: key for name, key in keys.items() if name != "env_urls"}
+    arguments += [f"--env.urls={url}" for url in (urls or "").splitlines()]
+    if urls is None:
+        secrets["env_options"] = settings.env.options
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
+
+
+def agent_process(
+    agent: AgentSettings, gateway: GatewayAccess, name: str, directory: Path, *_: object
+) -> AgentProcess:
+    """Create one of a run's agents' processes, as `engine_server` and `gateway_server` on a cluster."""
+    return AgentProcess(agent, gateway, directory, name)
 
 
 def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
@@ -137,10 +158,10 @@ def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
     return [*arguments_of(command), "--weight-version", str(version)]
 
 
-def gateway_arguments(settings: Settings, host: str) -> list[str]:
-    """Return the arguments of a gateway.
+def gateway_arguments(settings: Settings, host: str, own_environments: bool = True) -> list[str]:
+    """Return the arguments of a gateway, which starts `own_environments` or is given addresses.
 
-    Engines are added when they are ready; the admin key and the environment's options are passed as secrets.
+    Engines are added when they are ready; keys and the environment's options are passed as secrets.
     """
     gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
     sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
@@ -151,7 +172,7 @@ def gateway_arguments(settings: Settings, host: str) -> list[str]:
             "deadline_s": settings.agent.deadline_s,
             **settings.sampling.model_dump(),
         }
-    else:
+    elif own_environments:
         sections["env"] = settings.env.model_dump()
     command = GatewayCommand.model_validate(sections)
     return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
@@ -189,16 +210,15 @@ class LocalProcesses:
 
         return [engine(index, name) for index, name in enumerate(engine_names(settings))]
 
+    def environments(self, settings: Settings, run_dir: Path, key: str) -> Service:
+        return environment_server(settings, key, run_dir, self.host, 0)
+
     def gateway(self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None) -> Service:
         gateway = settings.gateway
         return gateway_server(settings, keys, journal, run_dir, gateway.host, gateway.port)
 
-    def agents(self, settings: Settings, run_dir: Path) -> Sequence[AgentWorker]:
-        agent = settings.agent
-        return [
-            AgentWorker(agent.use, agent.options, run_dir / "logs" / f"{name}.log")
-            for name in agent_names(settings)
-        ]
+    def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[AgentProcess]:
+        return [agent_process(settings.agent, gateway, name, run_dir) for name in agent_names(settings)]
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[LocalRankProcess]:
         return rank_processes(settings.trainer.ranks, run_dir / "logs")

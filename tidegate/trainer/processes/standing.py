@@ -13,11 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import Settings
+from tidegate.config import ENDLESS, SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.service.backoff import backoff_s
 from tidegate.service.process import run_together
+from tidegate.service.serve import write_atomically
 from tidegate.service.service import Service
 from tidegate.settings import sections
 from tidegate.trainer.ledger.ledger import Ledger
@@ -26,14 +27,13 @@ from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 
 STEADY_S = 60.0
 """A process that has run for this long before it exits is restarted at once."""
 FIRST_S, LONGEST_S = 0.1, 60.0
-ENDLESS = 10**9
-"""Steps of a trainer whose settings give no limit."""
 
 
 class StandingService:
@@ -76,6 +76,7 @@ class StandingService:
             await run_together([server.start() for server in servers])
             address = self.settings.gateway.public_url or self.gateway.url
             self._note(f"serving at {address}/v1, with the keys of {self.settings.gateway.keys}")
+            self.write_service_settings()
             trainer = TrainerProcess(self.write_trainer_settings(), self._dir, self._key)
             stack.push_async_callback(trainer.stop)
             await trainer.start()
@@ -95,7 +96,7 @@ class StandingService:
             why: str | None = await process.wait_for_exit()
             if isinstance(process, TrainerProcess) and process.finished():
                 self._note(f"{why}: training has ended, and clients are served by its last version")
-                await self._erase()
+                await self._keep_records()
                 return
             failures = 0 if time.monotonic() - began > STEADY_S else failures
             while why is not None:
@@ -109,12 +110,14 @@ class StandingService:
                     why = str(error)
             self._note(f"the {process.name} is back")
 
-    async def _erase(self) -> None:
-        """Applies clients' erasures to the run's files, as the trainer did before it exited."""
+    async def _keep_records(self) -> None:
+        """Applies clients' erasures to the run's files and logs conversations, as the trainer did."""
         past = await asyncio.to_thread(read_ledger_state, self._dir / "ledger.jsonl")
-        async with GatewayClient(self.gateway.url, self._key) as client:
+        async with GatewayClient(self.gateway.url, self._key) as client, asyncio.TaskGroup() as tasks:
             with Ledger(self._dir / "ledger.jsonl") as ledger:
                 files = TrajectoryFiles(self._dir)
+                clients = await asyncio.to_thread(ClientLog, self._dir)
+                tasks.create_task(clients.watch(client))
                 await Erasure(client, files, ledger.record, past.erased, self._note).watch()
 
     def newest_weights(self) -> tuple[Path, int]:
@@ -136,10 +139,21 @@ class StandingService:
         if "steps" not in settings.trainer.model_fields_set:
             given["trainer"]["steps"] = ENDLESS
         file = self._dir / "trainer.toml"
-        part = file.with_name(".trainer.toml.partial")
-        part.write_text(sections.dump(Settings.model_validate(given)), encoding="utf-8")
-        part.replace(file)
+        write_atomically(file, sections.dump(Settings.model_validate(given)))
         return file
+
+    def write_service_settings(self) -> None:
+        """Writes the service's settings, with which `tidegate serve` continues the run from anywhere."""
+        settings = self.settings
+        given: dict[str, Any] = settings.model_dump(mode="json")
+        given["run"]["dir"] = str(settings.run.dir.absolute())
+        given["model"]["path"] = str(settings.model.path.absolute())
+        if settings.gateway.keys is not None:
+            given["gateway"]["keys"] = str(settings.gateway.keys.absolute())
+        if "steps" not in settings.trainer.model_fields_set:
+            del given["trainer"]["steps"]
+        self._dir.chmod(0o700)  # the settings may have keys
+        write_atomically(self._dir / SERVICE_SETTINGS, sections.to_toml(given))
 
 
 def check(settings: Settings) -> None:

@@ -53,6 +53,7 @@ class Promotion:
         stop: Set when the run is to end; a test then ends without a result.
         requested: Returns what a person decided about the candidate: promote (True), roll back (False), or
             nothing so far (None).
+        progress: Receives the candidate's version and the comparison so far, at each look of a canary.
 
     Attributes:
         active: Whether a candidate is tested.
@@ -69,6 +70,7 @@ class Promotion:
     note: Callable[[str], None]
     stop: asyncio.Event
     requested: Callable[[], bool | None] = lambda: None
+    progress: Callable[[int, Comparison], None] = lambda version, comparison: None
     active: bool = False
     live_step: int | None = None
     _live_rewards: list[float] = field(default_factory=list)
@@ -150,6 +152,7 @@ class Promotion:
                 test.add(groups)
             if test is not None:
                 comparison = test.compare(margin)
+                self.progress(version, comparison)
                 why, figures = _why(comparison, margin), comparison.figures()
                 if (promoted := self.requested()) is not None:
                     return Decision(promoted, f"a person decided so: {why}", figures)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -67,6 +68,7 @@ class Recorder:
             **_statistics("reward", rewards, ("mean", "std")),
             **_zero_variance(batch),
             **custom_metrics(trained + dropped),
+            **tool_metrics(trained + dropped),
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
@@ -127,6 +129,20 @@ def custom_metrics(episodes: list[Trajectory]) -> dict[str, float]:
         for name, value in episode.metrics.items():
             values.setdefault(f"episode/{name}", []).append(value)
     return {name: float(np.mean(reported)) for name, reported in sorted(values.items())}
+
+
+def tool_metrics(episodes: list[Trajectory]) -> dict[str, float]:
+    """Return the calls of environments' tools and the errors among them, by tool, and their mean seconds per
+    episode. Names that no environment has are counted as `unknown`."""
+    counts: Counter[str] = Counter()
+    for call in (call for episode in episodes for call in episode.tool_calls):
+        name = call.name if call.known else "unknown"
+        counts[f"tools/{name}_calls"] += 1
+        counts[f"tools/{name}_errors"] += call.error
+    if not counts:
+        return {}
+    seconds = [sum(call.seconds for call in episode.tool_calls) for episode in episodes]
+    return {"time/tool": float(np.mean(seconds)), **{name: float(counts[name]) for name in sorted(counts)}}
 
 
 def _versions(trained: list[Trajectory]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import drop_torn_line
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan, fields_of
+from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan, fields_of
 
 LONGEST_ANSWER = 2_000
 """Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""
@@ -147,6 +147,7 @@ def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as the content of a line; numpy arrays stay as they are."""
     wire = fields_of(trajectory)
     wire["turns"] = [_encode_turn(turn) for turn in trajectory.turns]
+    wire["tool_calls"] = [fields_of(call) for call in trajectory.tool_calls]
     return wire
 
 
@@ -155,6 +156,7 @@ def decode_trajectory(line: Mapping[str, Any]) -> Trajectory:
     names = {field.name for field in fields(Trajectory)}
     wire = {name: value for name, value in line.items() if name in names}
     wire["turns"] = [_decode_turn(turn) for turn in wire["turns"]]
+    wire["tool_calls"] = [ToolCall(**call) for call in wire.get("tool_calls", ())]
     return Trajectory(**{**wire, "outcome": Outcome(wire["outcome"])})
 
 

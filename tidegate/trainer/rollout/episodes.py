@@ -1,4 +1,4 @@
-"""Runs one episode: opens its session, has an agent run it, and waits for its end."""
+"""Runs one episode: offers its session to workers, and waits for its end."""
 
 from __future__ import annotations
 
@@ -7,31 +7,40 @@ import contextlib
 import math
 import random
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from tidegate.config import AgentSettings
 from tidegate.errors import GatewayError
-from tidegate.gateway.client import GatewayClient, SessionAccess, SessionSummary
-from tidegate.trainer.processes.agent_worker import AgentRunner
-from tidegate.types import MODEL_NAME, Sampling, Split, Task
+from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.types import Sampling, Split, Task
 
 WORKERS_POLL_S = 1.0
 ABSENT_S = 5.0
 """Seconds without a connected worker after which there is none: a restarted gateway does not know them."""
 
 
-class EpisodeSource(ABC):
-    """Runs the episodes of rollout and evaluation, in processes of the run or in remote workers."""
+class EpisodeSource:
+    """Runs the episodes of rollout and evaluation: offers sessions to workers, and waits for their end.
 
-    offer_heartbeat_s: float | None = None
-    """Set if sessions are offered to workers."""
+    Args:
+        gateway: The gateway of the sessions.
+        deadline_s: Seconds for which an episode may run.
+        epoch: Epoch of the trainer; when a newer one begins, the episodes end `cancelled`.
+        heartbeat_s: Interval of the workers' heartbeats; 0: the trainer's own agents run the episodes.
+    """
 
-    def __init__(self, gateway: GatewayClient, deadline_s: float, epoch: int | None = None) -> None:
-        """`epoch` is the trainer's; when a newer one begins, the episodes end `cancelled`."""
+    def __init__(
+        self, gateway: GatewayClient, deadline_s: float, epoch: int | None = None, heartbeat_s: float = 0.0
+    ) -> None:
         self.gateway = gateway
-        self.deadline_s = deadline_s
         self.epoch = epoch
+        self._deadline_s = deadline_s
+        self._heartbeat_s = heartbeat_s
+
+    @classmethod
+    def of(cls, agent: AgentSettings, gateway: GatewayClient, epoch: int | None = None) -> EpisodeSource:
+        """Return the source that `agent.source` names."""
+        return cls(gateway, agent.deadline_s, epoch, agent.heartbeat_s if agent.source == "remote" else 0.0)
 
     async def run(
         self,
@@ -64,73 +73,17 @@ class EpisodeSource(ABC):
         """
         access = await self.gateway.open_session(
             task=task, split=split, sampling=sampling, group_id=group_id, slot=slot,
-            deadline_s=self.deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
-            offer_heartbeat_s=self.offer_heartbeat_s, candidate=candidate,
+            deadline_s=self._deadline_s, seed=seed, metadata={"attempt": name}, epoch=self.epoch,
+            offer_heartbeat_s=self._heartbeat_s, candidate=candidate,
         )  # fmt: skip
         on_open(access.session_id)
         try:
-            return await self._end(access, name, task, seed)
+            return await self.gateway.result(access.session_id)
         except asyncio.CancelledError:
-            if group_id is None and self.offer_heartbeat_s is not None:  # no group ends it
+            if group_id is None:  # no group ends it
                 with contextlib.suppress(GatewayError):
                     await self.gateway.delete_session(access.session_id)
             raise
-
-    @abstractmethod
-    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
-        """Have an agent run the session; return how it ended."""
-
-
-class LocalEpisodes(EpisodeSource):
-    """Agents run in processes of the run."""
-
-    def __init__(
-        self, gateway: GatewayClient, worker: AgentRunner, deadline_s: float, epoch: int | None = None
-    ) -> None:
-        super().__init__(gateway, deadline_s, epoch)
-        self._worker = worker
-
-    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
-        result = await self._worker.run(
-            name,
-            task.view(),
-            base_url=access.base_url,
-            api_key=access.api_key,
-            model=MODEL_NAME,
-            seed=seed,
-            deadline_s=self.deadline_s,
-        )
-        return await self.gateway.finish(
-            access.session_id,
-            output=result.output,
-            outcome=result.outcome,
-            reward=result.reward,
-            metrics=result.metrics,
-            error=result.error,
-            epoch=self.epoch,
-        )
-
-
-class RemoteEpisodes(EpisodeSource):
-    """Remote workers take the sessions from the gateway and finish them."""
-
-    def __init__(
-        self, gateway: GatewayClient, heartbeat_s: float, deadline_s: float, epoch: int | None = None
-    ) -> None:
-        super().__init__(gateway, deadline_s, epoch)
-        self.offer_heartbeat_s = heartbeat_s
-
-    async def _end(self, access: SessionAccess, name: str, task: Task, seed: int | None) -> SessionSummary:
-        return await self.gateway.result(access.session_id)
-
-
-def episode_source(
-    agent: AgentSettings, gateway: GatewayClient, worker: AgentRunner, epoch: int | None = None
-) -> EpisodeSource:
-    """Return the source that `agent.source` names; `worker` runs the agents of a local one."""
-    if agent.source == "remote":
-        return RemoteEpisodes(gateway, agent.heartbeat_s, agent.deadline_s, epoch)
-    return LocalEpisodes(gateway, worker, agent.deadline_s, epoch)
 
 
 async def watch_workers(gateway: GatewayClient, set_connected: Callable[[bool], None]) -> None:

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from tidegate.sequences import TurnSequence, path_to, training_sequences
+from tidegate.types import fields_of
 from tidegate.viewer.dashboard.records import EpisodeSummary, NotFound, spans_of
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, printable
 from tidegate.viewer.transcripts import episode as transcript_of
+from tidegate.viewer.transcripts import tool_lines
 
 Part = Literal["given", "sampled"]
 Record = Mapping[str, Any]
@@ -171,6 +173,7 @@ def episode_to_wire(
             for line in transcript.lines
         ],
         "turns": list(turns.values()),
+        "tools": [fields_of(line) for line in tool_lines(record)],
         "sequences": [{"turns": path, "own": sorted(own)} for path, own in sequences],
         "no_tokenizer": texts.problem,
     }

@@ -6,11 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tidegate.trainer.ledger.state import LedgerState
+from tidegate.viewer.clients.history import VersionHistory
+from tidegate.viewer.clients.records import ClientRecords
+from tidegate.viewer.clients.service import ServiceData, read_test
 from tidegate.viewer.dashboard.records import EpisodeSummary, Records
 from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
@@ -25,16 +28,18 @@ QUIET_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Changes whenever a file has changed. `metrics` and `ledger` are the bytes read so far."""
+    """Changes whenever a file has changed. `metrics`, `ledger` and `clients` are the bytes read so far."""
 
     metrics: int
     ledger: int
     restarts: int
     committed: int
     failed: int
+    clients: int
+    tested: int
 
     def __str__(self) -> str:
-        return f"{self.metrics}-{self.ledger}-{self.restarts}-{self.committed}-{self.failed}"
+        return "-".join(map(str, astuple(self)))
 
 
 class FollowedRun:
@@ -48,9 +53,12 @@ class FollowedRun:
         self._config: tuple[int, int] | None = None
         self.records = Records(run_dir)
         self.ledger = LedgerState()
+        self.clients = ClientRecords()
+        self.history = VersionHistory()
         self._coarse = Downsampled()
         self._metrics_tail = Tail(run_dir / "metrics.jsonl")
         self._ledger_tail = Tail(run_dir / "ledger.jsonl")
+        self._clients_tail = Tail(run_dir / "clients.jsonl")
         self._restarts = 0
         self._committed = 0
         self._looked = 0.0
@@ -77,16 +85,19 @@ class FollowedRun:
                 self._read_settings()
                 self._read_metrics()
                 self._read_ledger()
+                self._read_clients()
                 self._committed = committed(self.dir)
                 self._looked = time.monotonic()
             return self._stamp()
 
     def _stamp(self) -> Stamp:
         failed = _stat(self.dir / "trajectories" / "failed.jsonl")
-        size = 0 if failed is None else failed.st_size
+        test = _stat(self.dir / "canary.json")
         return Stamp(
-            self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self._committed, size
-        )
+            self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self._committed,
+            0 if failed is None else failed.st_size, self._clients_tail.offset,
+            0 if test is None else test.st_mtime_ns,
+        )  # fmt: skip
 
     def _read_metrics(self) -> None:
         if self._metrics_tail.restarted():
@@ -98,8 +109,19 @@ class FollowedRun:
     def _read_ledger(self) -> None:
         if self._ledger_tail.restarted():
             self._restarts += 1
-            self.ledger = LedgerState()
-        apply_entries(self.ledger, self._ledger_tail.objects())
+            self.ledger, self.history = LedgerState(), VersionHistory()
+        apply_entries(self.ledger, self.history.read(self._ledger_tail.objects()))
+
+    def _read_clients(self) -> None:
+        if self._clients_tail.restarted():
+            self._restarts += 1
+            self.clients = ClientRecords()
+        self.clients.read(self._clients_tail.objects())
+
+    def service(self) -> ServiceData:
+        """Returns what the files say of clients so far."""
+        test = read_test(self.dir)
+        return ServiceData(self.files, self.ledger, self._committed, self.clients, self.history, test)
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, cached under `name` until a file changes."""
@@ -124,7 +146,7 @@ class FollowedRun:
     def remarks(self) -> list[str]:
         """Returns remarks on unreadable content."""
         remarks = list(self.files.remarks)
-        for tail in (self._metrics_tail, self._ledger_tail):
+        for tail in (self._metrics_tail, self._ledger_tail, self._clients_tail):
             if tail.broken:
                 remarks.append(not_json(tail.path, tail.broken))
         return remarks

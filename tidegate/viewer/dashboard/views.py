@@ -15,6 +15,7 @@ from fastapi import Query
 from tidegate.viewer.dashboard import episode
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.service import notes, service
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
@@ -48,18 +49,18 @@ def state(run: FollowedRun) -> Wire:
     """Returns the state that changes during a run, small enough to be polled every second or two."""
     stamp, ledger = run.refresh(), run.ledger
     publishes, end = ledger.publishes, ledger.end
-    planned = run.files.settings.get("trainer", {}).get("steps")
     return {
         "name": run_name(run.files),
         "stamp": str(stamp),
         "step": run.files.last("step"),
-        "planned": planned if isinstance(planned, int) else None,
+        "planned": run.files.planned,
         "version": publishes[-1]["version"] if publishes else run.files.last("version"),
         "bound": staleness_bound(run.files.settings.get("trainer", {})),
         "status": run.status(),
         "why": None if end is None else printable(end.get("why") or ""),
         "silence": run.silence(),
         "failed": stamp.failed > 0,
+        "service": run.files.by_clients,
     }
 
 
@@ -326,6 +327,6 @@ def settings(run: FollowedRun) -> Wire:
 VIEWS: dict[str, Callable[..., Wire]] = {
     "state": state, "overview": overview, "steps": steps, "step": step, "groups": groups, "group": group,
     "evaluations": evaluations, "compared": compared, "failures": failures, "settings": settings,
-    "episode": one_episode, "tokens": more_tokens,
+    "episode": one_episode, "tokens": more_tokens, "service": service, "notes": notes,
 }  # fmt: skip
 """The views by the last part of their path."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import pickle
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +25,6 @@ from tidegate.trainer.cluster.environment import (
 )
 from tidegate.trainer.cluster.placement import HOME, Placement
 from tidegate.trainer.cluster.run_actor import MAX_EVENTS, ObserverRelay, replay
-from tidegate.trainer.processes.agent_worker import AgentPool, AgentResult
-from tidegate.types import TaskView
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -44,11 +40,11 @@ def test_every_process_has_a_seat_and_the_gateway_sits_with_the_run() -> None:
     placement = Placement.of(settings)
     assert [(seat.name, seat.bundle) for seat in placement.slots] == [
         ("trainer-0", 0), ("gateway", 0), ("trainer-1", 1), ("engine-1", 2), ("engine-2", 3),
-        ("agent-1", 4), ("agent-2", 5), ("agent-3", 6),
+        ("agent-1", 4), ("agent-2", 5), ("agent-3", 6), ("env", 7),
     ]  # fmt: skip
     assert placement.bundles[0] == {"CPU": 6, "GPU": 1}
     assert placement["engine-2"].resources == {"CPU": 1, "GPU": 2, "fast": 0.5}
-    assert placement.total == {"CPU": 6 + 4 + 2 + 3, "GPU": 6, "fast": 1}
+    assert placement.total == {"CPU": 6 + 4 + 2 + 3 + 1, "GPU": 6, "fast": 1}
     assert placement[HOME].resources == {"CPU": 4, "GPU": 1}
 
 
@@ -59,7 +55,7 @@ def test_the_sum_of_a_bundle_is_no_finer_than_ray_counts() -> None:
 
 def test_engines_that_run_already_have_no_seat() -> None:
     names = [slot.name for slot in Placement.of(settings_of('--engine.urls=["http://a"]')).slots]
-    assert names == [HOME, "gateway", "agent"]
+    assert names == [HOME, "gateway", "agent", "env"]
 
 
 @pytest.mark.parametrize("overrides", [["--engine.device=cuda:1"], ["--trainer.device=cuda:0"]])
@@ -73,7 +69,7 @@ def test_a_dry_run_prints_the_placement() -> None:
     text = describe(settings, cluster="ray://head:10001")
     assert "On the Ray cluster (ray://head:10001)" in text
     assert "trainer-0 + gateway   2 CPU\nengine-1              1 CPU, 1 GPU\n" in text
-    assert "in all: 5 CPU, 2 GPU" in text
+    assert "in all: 6 CPU, 2 GPU" in text
     assert "Ray" not in describe(settings)
 
 
@@ -148,58 +144,6 @@ def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
     news = relay.take_events()
     assert len(news) == MAX_EVENTS
     assert news[-1] == ("note", (str(MAX_EVENTS + 4),))
-
-
-class Member:
-    """Runs until it is let go."""
-
-    def __init__(self) -> None:
-        self.jobs: list[str] = []
-        self.closed = False
-        self.go = asyncio.Event()
-
-    async def open(self) -> None: ...
-
-    async def run(self, job_id: str, view: TaskView, **access: Any) -> AgentResult:
-        self.jobs.append(job_id)
-        await self.go.wait()
-        return AgentResult(output=access["base_url"])
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-async def test_each_run_goes_to_the_process_that_has_the_fewest() -> None:
-    members = [Member(), Member(), Member()]
-    crew = AgentPool(members)  # type: ignore[arg-type]
-    view = TaskView("t", [])
-    running = [asyncio.create_task(crew.run(str(number), view, base_url="u")) for number in range(7)]
-    await asyncio.sleep(0)
-    assert [len(member.jobs) for member in members] == [3, 2, 2]
-    members[1].go.set()
-    await asyncio.gather(running[1], running[4])
-    late = asyncio.create_task(crew.run("late", view, base_url="u"))
-    await asyncio.sleep(0)
-    assert members[1].jobs[-1] == "late"
-    for one in (running[0], running[3]):  # cancelled runs are over, too
-        one.cancel()
-    await asyncio.gather(*running[0:1], running[3], return_exceptions=True)
-    members[0].go.set()
-    members[2].go.set()
-    assert (await late).output == "u"
-    await asyncio.gather(*running, return_exceptions=True)
-    assert crew._runs == [0, 0, 0]
-    await crew.close()
-    assert all(member.closed for member in members)
-
-
-async def test_an_agent_that_one_process_cannot_load_is_reported() -> None:
-    class Failing(Member):
-        async def open(self) -> None:
-            raise StartError("no such agent")
-
-    with pytest.raises(StartError, match="no such agent"):
-        await AgentPool([Member(), Failing()]).open()  # type: ignore[list-item]
 
 
 def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:

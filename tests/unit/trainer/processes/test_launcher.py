@@ -16,6 +16,7 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.trainer.processes import launcher
+from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.processes.servers import (
     MAX_RESTARTS,
     LocalProcesses,
@@ -146,7 +147,7 @@ def test_the_workers_key_is_made_once_or_taken_from_the_environment(
 
 def test_a_run_with_workers_elsewhere_starts_no_agents(tmp_path: Path) -> None:
     settings = load_settings(None, ["--model.path=x", "--agent.source=remote"])
-    assert LocalProcesses().agents(settings, tmp_path) == []
+    assert LocalProcesses().agents(settings, tmp_path, GatewayAccess("http://g", "key")) == []
 
 
 def test_clients_episodes_have_the_runs_settings(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_clients_episodes_have_the_runs_settings(tmp_path: Path) -> None:
             "--sampling.max_tokens=9", "--trainer.groups_per_batch=4", "--trainer.max_staleness=1",
         ],
     )  # fmt: skip
-    assert LocalProcesses().agents(settings, tmp_path) == []
+    assert LocalProcesses().agents(settings, tmp_path, GatewayAccess("http://g", "key")) == []
     arguments = gateway_arguments(settings, "127.0.0.1")
     assert {"--clients.max_groups=8", "--clients.deadline_s=7.0", "--clients.max_tokens=9"} <= set(arguments)
     assert f"--gateway.keys={Path('keys.json').absolute()}" in arguments

@@ -13,6 +13,7 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.processes import standing as standing_module
 from tidegate.trainer.processes.standing import ENDLESS, StandingService
 from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.viewer.summary import continue_command, next_steps
 
 CLIENT = [
     "--model.path=x", "--agent.source=client", "--gateway.keys=keys.json", "--trainer.baseline=batch",
@@ -61,6 +62,30 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
     assert (settings.gateway.url, settings.engine.urls) == ("http://127.0.0.1:2", ["http://127.0.0.1:1"])
     assert (settings.trainer.steps, settings.trainer.max_staleness) == (steps, 3)
     assert settings.run_dir == tmp_path / "run"
+
+
+@pytest.mark.parametrize(("given", "limited"), [([], False), (["--trainer.steps=7"], True)])
+def test_the_services_settings_continue_it_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], limited: bool
+) -> None:
+    standing = service(tmp_path, "--gateway.port=8123", *given)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert continue_command(run_dir, None) == f"tidegate train {run_dir}/config.toml"
+    standing.write_service_settings()
+    keys = Path("keys.json").absolute()
+    monkeypatch.chdir(tmp_path)
+    assert continue_command(run_dir, 14) == f"tidegate serve {run_dir}/service.toml --trainer.steps 14"
+    settings = load_settings(run_dir / "service.toml")
+    StandingService(settings, print)
+    assert settings.run_dir == run_dir
+    assert (settings.gateway.port, settings.gateway.keys) == (8123, keys)
+    assert ("steps" in settings.trainer.model_fields_set) == limited, "without a limit it stays without one"
+    steps = dict(
+        next_steps({"resume": continue_command(run_dir, None), "checkpoint": run_dir / "c"}, run_dir)
+    )
+    assert steps["serve clients and train from the checkpoint"] == f"tidegate serve {run_dir}/service.toml"
+    assert not [command for command in steps.values() if command.startswith("tidegate train")]
 
 
 async def test_a_trainer_that_refuses_its_settings_is_not_restarted(tmp_path: Path) -> None:

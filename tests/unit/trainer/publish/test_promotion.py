@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,9 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.publish import promotion as module
+from tidegate.trainer.publish.canary_state import FILE, CanaryState
 from tidegate.trainer.publish.promotion import Promotion
+from tidegate.trainer.publish.sequential_test import Comparison
 
 
 class World:
@@ -121,6 +124,23 @@ async def test_a_test_survives_a_restart_of_the_gateway_and_counts_no_earlier_co
     await world.promotion.publish(1)
     figures = world.ledger[-1]
     assert figures["reward"] == 1.0, "the earlier conversation's reward is 0"
+
+
+async def test_the_state_of_a_test_is_written_while_it_runs(tmp_path: Path) -> None:
+    world = World(1.0)
+    seen: list[dict[str, Any]] = []
+    state = CanaryState(tmp_path, 0.1)
+
+    def progress(version: int, comparison: Comparison) -> None:
+        state.write(version, comparison)
+        seen.append(json.loads((tmp_path / FILE).read_text()))
+
+    world.promotion.progress = progress
+    await world.promotion.publish(1)
+    first, last = seen[0], seen[-1]
+    assert (first["version"], first["episodes"], first["low"], first["high"]) == (1, 0, None, None)
+    assert (last["episodes"], last["reward"], last["live_reward"]) == (world.ledger[-1]["episodes"], 1.0, 1.0)
+    assert last["low"] > -0.1, "it is promoted by this look"
 
 
 async def test_without_a_result_in_time_a_candidate_is_rolled_back() -> None:

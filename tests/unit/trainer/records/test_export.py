@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.viewer.dashboard_run import write_dashboard_run
 from tidegate.cli import main
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory, read_lines, step_files
-from tidegate.types import Outcome, Trajectory, Turn, VersionSpan, to_wire
+from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan, from_wire, to_wire
 
 
 def one_turn(logprobs: np.ndarray) -> Trajectory:
@@ -33,6 +34,19 @@ def test_a_recorded_trajectory_is_the_same_bit_for_bit() -> None:
     after = decode_trajectory({**line, "state": "stepped", "advantage": 1.0})
     assert after.turns[0].logprobs.tobytes() == logprobs.tobytes()
     assert to_wire(after) == to_wire(before)
+
+
+def test_tool_calls_are_restored_and_older_records_have_none() -> None:
+    before = one_turn(np.zeros(2, np.float32))
+    before.tool_calls = [ToolCall("enter", {"digit": 4, "big": 2**63}, "é", True, 0, 12.5, 0.25, known=False)]
+    line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
+    assert decode_trajectory(line).tool_calls == before.tool_calls
+    assert from_wire(to_wire(before), Trajectory).tool_calls == before.tool_calls
+    del line["tool_calls"]
+    assert decode_trajectory(line).tool_calls == []
+    older = msgspec.msgpack.decode(to_wire(before))
+    del older["tool_calls"]
+    assert from_wire(msgspec.msgpack.encode(older), Trajectory).tool_calls == []
 
 
 def test_sft_holds_the_conversations_that_earned_it(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
-from tidegate.types import Group, Task, Trajectory
+from tidegate.types import Group, Task, ToolCall, Trajectory
 
 
 def recorder(directory: Path, versions: list[int]) -> Recorder:
@@ -69,7 +69,7 @@ def test_each_part_of_the_reward_is_a_metric(tmp_path: Path) -> None:
 
 def test_a_held_out_set_whose_score_is_another_ones_is_refused(tmp_path: Path) -> None:
     settings = Settings.model_validate({"model": {"path": "m"}})
-    episodes = LocalEpisodes(GatewayClient("http://127.0.0.1:9"), None, 1.0)  # type: ignore[arg-type]
+    episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
     with pytest.raises(ConfigError, match=r"'greedy'.*eval/reward_greedy"):
         Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), lambda *_: None)
 
@@ -97,6 +97,21 @@ def test_tool_calls_are_those_of_the_recorded_messages(tmp_path: Path) -> None:
     found = recorder(tmp_path, []).batch_metrics(batch(*told), 1)
     assert (found["tool_calls/mean"], found["tool_calls/max"]) == (1, 3)
     assert found["tool_calls/malformed_ratio"] == 0.5
+
+
+def test_calls_of_the_environments_tools_are_counted_by_tool(tmp_path: Path) -> None:
+    told, other = episode(), episode()
+    told.tool_calls = [
+        ToolCall("enter", {"digit": 4}, "closed", False, 0, 1.0, 0.5),
+        ToolCall("enter", {"digit": 11}, "11 is not a digit", True, 0, 2.0, 0.25),
+        ToolCall("made_up", {}, "there is no tool 'made_up'", True, 0, 3.0, 0.25, known=False),
+    ]
+    found = recorder(tmp_path, []).batch_metrics(batch(told, other), 1)
+    assert {name: value for name, value in found.items() if name.startswith("tools/")} == {
+        "tools/enter_calls": 2, "tools/enter_errors": 1, "tools/unknown_calls": 1, "tools/unknown_errors": 1,
+    }  # fmt: skip
+    assert found["time/tool"] == 0.5
+    assert "time/tool" not in recorder(tmp_path, []).batch_metrics(batch(other), 1)
 
 
 def test_what_was_dropped_is_compared_with_what_was_trained_on(tmp_path: Path) -> None:
@@ -150,6 +165,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
 
 def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
     mixed = batch(episode(env="a"), episode(env="b"))
+    mixed.groups[0].trajectories[0].tool_calls = [ToolCall("told", {}, "", False)]
     mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0)]), State.FILTERED))
     return recorder(directory, []).batch_metrics(mixed, 1)
 

@@ -20,7 +20,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.rollout import pause as pauses
 from tidegate.trainer.rollout import rollout as module
-from tidegate.trainer.rollout.episodes import LocalEpisodes
+from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.pause import Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.types import Outcome, Task, Trajectory
@@ -30,7 +30,7 @@ EPOCH = 3
 
 @dataclass
 class Script:
-    """Stands for gateway and worker. `outcome(attempt)` says how an attempt ends; `hold` keeps it open."""
+    """Stands for the gateway. `outcome(attempt)` says how an attempt ends; `hold` keeps it open."""
 
     outcome: Callable[[str], Outcome] = lambda _: Outcome.COMPLETED
     hold: asyncio.Event | None = None
@@ -59,7 +59,8 @@ class Script:
         self.changed.set()
         return SimpleNamespace(session_id=f"s-{attempt}", base_url="", api_key="")
 
-    async def run(self, name: str, *_: Any, **__: Any) -> Any:
+    async def result(self, session_id: str) -> Any:
+        name = session_id.removeprefix("s-")
         try:
             if (hold := self.until.get(name, self.hold)) is not None:
                 await hold.wait()
@@ -68,15 +69,7 @@ class Script:
             self.changed.set()
             raise
         found = self.outcome(name)
-        return SimpleNamespace(
-            outcome=None if found.trainable else found, output="", reward=None, metrics={}, error=str(found)
-        )
-
-    async def finish(self, session_id: str, *, outcome: Outcome | None, epoch: int | None, **_: Any) -> Any:
-        assert epoch == EPOCH
-        return SimpleNamespace(
-            outcome=outcome or Outcome.COMPLETED, error=outcome, sampled_tokens=3, session_id=session_id
-        )
+        return SimpleNamespace(outcome=found, error=str(found), sampled_tokens=3, session_id=session_id)
 
     async def trajectory(self, session_id: str) -> Trajectory:
         found = make_trajectory([make_turn(0, None, [1], [2, 3, 4])])
@@ -156,7 +149,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         )
         book: list[Any] = []
         core = Admission(rules, book.append)
-        episodes = LocalEpisodes(cast(Any, script), cast(Any, script), 5.0, epoch=EPOCH)
+        episodes = EpisodeSource(cast(Any, script), 5.0, epoch=EPOCH)
         keep = lambda one, state: script.kept.append((one.metadata["attempt"], state.value))  # noqa: E731
         letter = lambda *told: script.letters.append((*told, len(book)))  # noqa: E731
         pause = Pause(core, script.notes.append, 3600.0)

@@ -12,7 +12,7 @@ from tidegate.errors import GatewayError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.rollout import episodes
-from tidegate.trainer.rollout.episodes import RemoteEpisodes, episode_source, watch_workers
+from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.pause import NO_WORKER, Pause
 from tidegate.types import Sampling, Task
 
@@ -71,8 +71,7 @@ async def test_workers_are_watched_over_restarts_of_the_gateway(monkeypatch: pyt
 async def test_a_cancelled_episode_of_no_group_is_withdrawn(group: str | None, deleted: list[str]) -> None:
     gateway = Gateway([])
     agent = load_settings(None, ["--model.path=x", "--agent.source=remote"]).agent
-    source = episode_source(agent, cast(Any, gateway), cast(Any, None), 1)
-    assert isinstance(source, RemoteEpisodes)
+    source = EpisodeSource.of(agent, cast(Any, gateway), 1)
     running = asyncio.create_task(
         source.run("eval0/1", Task("t", "e", []), Sampling(), "eval", group_id=group)
     )

@@ -3,6 +3,7 @@ import { ago, ask, forgetRequests, h, place, Refusal, whole } from "./dom.js";
 import { chosenBy } from "./episodes.js";
 import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
 import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
+import { servicePage } from "./service.js";
 import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
 import { choose, hideTip, QUANTITIES } from "./tokens.js";
 
@@ -19,6 +20,7 @@ function view([first, ...rest]) {
   const [one, two, three, four] = rest;
   if (first === undefined) return () => overviewPage(main, state);
   if (first === "steps") return () => stepsPage(main, state);
+  if (first === "service") return () => servicePage(main);
   if (first === "settings") return () => settingsPage(main);
   if (first === "evaluations") return one === "task" ? () => taskPage(main, two ?? "") : () => evaluationsPage(main);
   if (first === "failures") return one === "episode" && digits(two) !== null ? () => failedPage(main, digits(two)) : () => failuresPage(main);
@@ -33,7 +35,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", settings: "#/settings" };
+const PAGES = { steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -65,11 +67,12 @@ async function show({ keepPlace = false } = {}) {
 
 function showState() {
   document.getElementById("name").textContent = state.name ?? "";
+  document.querySelector('.top nav a[href="#/service"]').hidden = !state.service;
   const box = document.getElementById("status");
   const words = { running: "running", ended: "ended", quiet: "nothing new" };
   const text = [
     state.step === null ? null : `step ${whole(state.step)}${state.planned ? ` of ${whole(state.planned)}` : ""}`,
-    state.version === null ? null : `version ${whole(state.version)}`,
+    state.version === null ? null : `version ${state.version}`,
     state.status === "ended" ? null : ago(state.silence),
   ].filter(Boolean).join(" · ");
   box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`);
@@ -125,7 +128,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", s: "#/steps", e: "#/evaluations", f: "#/failures", c: "#/settings" };
+const goTo = { o: "#/", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {

@@ -61,6 +61,19 @@ function turnBlock(one, turn, address, sequence) {
   return h("section", { class: `turn${turn.delivered ? "" : " undelivered"}`, id: `turn-${turn.index}` }, head, body);
 }
 
+// Calls of the environment's tools that began after a turn (null: before the first).
+function toolBlocks(one, index) {
+  return one.tools.filter((tool) => tool.turn === index).map((tool) => h(
+    "section", { class: "turn tool" },
+    h("header", {},
+      h("code", { class: "call" }, tool.call),
+      tool.error ? tag("tool error", "bad") : null,
+      tool.seconds === null ? null : h("span", { class: "soft small" }, `${number(tool.seconds, 3)} s`)),
+    h("p", { class: `said ${tool.result.length > 3000 ? "long" : ""}` }, tool.result)));
+}
+
+const toolsTable = (one) => h("div", { class: "turns" }, [null, ...one.turns.map((turn) => turn.index)].flatMap((index) => toolBlocks(one, index)));
+
 export function message(line) {
   const known = ["system", "user", "assistant", "tool"].includes(line.role) ? line.role : "other";
   return h(
@@ -107,6 +120,7 @@ function factsOf(one) {
     one.advantage === null ? ["advantage", null] : ["advantage", signed(one.advantage, 3), "the reward against the group's mean"],
     ["outcome", one.outcome],
     ["turns", whole(one.turns.length)],
+    one.tools.length ? ["tool calls", whole(one.tools.length), "of the environment's tools"] : ["", null],
     ["tokens sampled", whole(one.tokens)],
     ["versions", versionsTold(one)],
     one.seconds === null ? ["took", null] : ["took", `${number(one.seconds, 1)} s`],
@@ -121,7 +135,7 @@ function tokensView(one, address) {
   const root = h("div", { class: "turns" });
   const draw = (sequence) => {
     const shown = sequence === null ? one.turns : sequence.turns.map((index) => one.turns.find((turn) => turn.index === index));
-    root.replaceChildren(...shown.map((turn) => turnBlock(one, turn, address, sequence)));
+    root.replaceChildren(...toolBlocks(one, null), ...shown.flatMap((turn) => [turnBlock(one, turn, address, sequence), ...toolBlocks(one, turn.index)]));
   };
   draw(null);
   listen(root);
@@ -162,6 +176,7 @@ export async function episodePage(main, trail, address, up, links) {
     factsOf(one), ...[errorBanner(one), resultOf(one), one.no_tokenizer ? h("p", { class: "soft" }, one.no_tokenizer) : null].filter(Boolean),
     one.turns.length ? "" : h("p", { class: "soft" }, "No reply was sampled in this episode."),
     messages ? h("div", { class: "card" }, one.messages.map(message)) : view.element,
+    messages && one.tools.length ? h("div", { class: "card" }, h("h2", {}, "Calls of the environment's tools"), toolsTable(one)) : "",
   );
   main.dataset.up = up;
   view?.show();

@@ -1,48 +1,64 @@
-"""Scores a client's conversation when it ends, by the functions of `gateway.conversation_rewards`."""
+"""Scores clients' conversations when they end, by the functions of `gateway.conversation_rewards`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
-from tidegate.errors import ConfigError, RewardError
-from tidegate.gateway.groups.rewards import UnrewardedError, number
+from tidegate.envs.base import Environment
+from tidegate.envs.rewards import Grade
+from tidegate.errors import ConfigError, RewardError, UnrewardedError
 from tidegate.loading import load_object
-from tidegate.types import Message, Scored, Task, Trajectory
+from tidegate.types import CONVERSATION, Message, Scored, Task, Trajectory, finite
 
-ENVIRONMENT = "conversation"
-"""Name under which a gateway's rewarders have those of conversations."""
 ConversationReward = Callable[[Trajectory], float | None]
 """Scores a conversation; None: no opinion. It is called in a thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConversationScorer:
-    """Adds the functions' values to the conversation's feedback.
+class ConversationRewards(Environment):
+    """Adds the functions' values to a conversation's feedback. It has no tasks.
 
     Args:
         functions: The functions by name.
         limits: Range of the sum of a conversation's rewards; None: any.
     """
 
-    functions: dict[str, ConversationReward]
-    limits: tuple[float, float] | None = None
+    name: ClassVar[str] = CONVERSATION
+
+    def __init__(
+        self, functions: Mapping[str, ConversationReward], limits: tuple[float, float] | None = None
+    ) -> None:
+        self.functions = functions
+        self.limits = limits
 
     @property
     def names(self) -> Sequence[str]:
         return list(self.functions)
 
+    def train_task(self, index: int) -> Task:
+        raise NotImplementedError("clients begin conversations")
+
+    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
+        return {}
+
     def score(
-        self, task: Task, trajectory: Trajectory, output: str | None, messages: list[Message]
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any = None,
+        awaited: Mapping[str, Grade] | None = None,
     ) -> Scored:
-        """Score a conversation whose `reward_parts` are its feedback.
+        """Scores a conversation whose `reward_parts` are its feedback.
 
         Raises:
             UnrewardedError: There is no feedback and no function has an opinion.
             RewardError: A value is not a finite number, or the sum is outside the range.
         """
+        assert trajectory is not None, "a gateway recorded it"
         values = {name: function(trajectory) for name, function in self.functions.items()}
-        parts = {name: number(name, value) for name, value in values.items() if value is not None}
+        parts = {name: finite(name, value) for name, value in values.items() if value is not None}
         turns = sum(turn.reward for turn in trajectory.turns)
         if not (parts or trajectory.reward_parts or turns):
             raise UnrewardedError("there is no feedback, and no reward function has an opinion")
@@ -55,8 +71,8 @@ class ConversationScorer:
         return Scored(reward, parts)
 
 
-def scorer_of(uses: Sequence[str], limits: tuple[float, float] | None) -> ConversationScorer:
-    """Load the functions that `gateway.conversation_rewards` names.
+def conversation_environment(uses: Sequence[str], limits: tuple[float, float] | None) -> ConversationRewards:
+    """Loads the functions that `gateway.conversation_rewards` names.
 
     Raises:
         ConfigError: There is no such function, or two have the same name.
@@ -69,4 +85,4 @@ def scorer_of(uses: Sequence[str], limits: tuple[float, float] | None) -> Conver
         if name in functions:
             raise ConfigError(f"gateway.conversation_rewards has two functions named {name!r}; rename one")
         functions[name] = function
-    return ConversationScorer(functions, limits)
+    return ConversationRewards(functions, limits)

@@ -1,0 +1,201 @@
+"""Makes the customer-service demo's base model: `python -m examples.service_base.make --out DIR` (minutes).
+
+A Qwen3-shaped model of under a million parameters with its own tokenizer. It is trained on conversations of a
+scripted agent that often errs. The model therefore knows the tools, the wording and how to copy numbers and
+names, but often skips a check, refuses what is allowed or does what is forbidden: that is left to
+reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from examples.bases import recipe
+from examples.service_base.clerk import Clerk, Mistakes
+from tidegate.envs.base import Done
+from tidegate.envs.customer_service.customer_service import CustomerService
+from tidegate.envs.names import SYLLABLES
+from tidegate.envs.tools import Tool, ToolError
+from tidegate.types import Task
+
+SEED = 17
+BATCH = 32
+STAGES = (("turns", 240), ("bare", 120), ("whole", 60))
+"""Training stages with their steps: single replies to the two messages before them; conversations without the
+policy's text, which is the longest message and always the same; whole conversations."""
+SORTED = 4
+"""Batches among which conversations are sorted by length, so that there is little padding."""
+MATRIX_RATE = 0.02  # learning rate of Muon
+OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
+VOCABULARY = 1000
+MOST_TURNS = 16
+
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+# A name is always two tokens, its syllables, and a number of four digits two pairs of digits; other words
+# include their leading space, and the one that follows if a name or number is next: what is copied then has
+# the same tokens everywhere, after a token that tells its meaning. Each key of a tool call is one piece.
+_FIRST = "|".join(one.capitalize() for one in SYLLABLES)
+_SECOND = "|".join(SYLLABLES)
+_NAME = f"(?:{_FIRST})(?:{_SECOND})(?![a-z])"
+PIECES = (
+    rf"(?:{_FIRST})(?=(?:{_SECOND})(?![a-z]))|(?<=[A-Z][a-z][a-z])(?:{_SECOND})(?![a-z])"
+    r'|\{?"?[a-z_]+"[:,] [{"]*'
+    rf"| ?(?!{_NAME})[A-Za-z_]+(?: (?=[0-9]|{_NAME}))?|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
+)
+MISTAKES = Mistakes(
+    no_identity=0.2, idle=0.25, no_look=0.2, too_strict=0.35, too_lax=0.4, no_stock=0.3, gives_in=0.4
+)  # fmt: skip
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
+
+
+def _words() -> Iterator[str]:
+    """Text of this world: conversations, all syllables and all pairs of digits."""
+    tools = CustomerService().tools()
+    endless = demonstrations(random.Random(SEED))
+    for _ in range(1500):
+        for message in next(endless):
+            yield str(message["content"])
+            for call in message.get("tool_calls", ()):
+                function = call["function"]
+                yield f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
+    for _ in range(20):
+        for first in SYLLABLES:
+            yield f"{first.capitalize()}{first} {first.capitalize()}ban"
+        yield from (f"{number:02d}" for number in range(100))
+        yield "system\ntools:\nuser\nassistant\nerror: I do not understand. Yes, please. no such item order"
+        yield from (f" {tool.name}({', '.join(tool.parameters['properties'])})" for tool in tools)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    return recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.06)
+
+
+async def conversation(
+    environment: CustomerService, tools: Mapping[str, Tool], task: Task, clerk: Clerk
+) -> list[dict[str, Any]]:
+    """The messages of one conversation of the scripted agent."""
+    state = await environment.setup(task)
+    messages: list[dict[str, Any]] = list(task.messages)
+    for _ in range(MOST_TURNS):
+        reply = clerk.reply(messages)
+        messages.append(reply)
+        if calls := reply.get("tool_calls"):
+            function = calls[0]["function"]
+            try:
+                result = tools[function["name"]].fn(state, json.loads(function["arguments"]))
+            except ToolError as error:
+                result = str(error)
+            messages.append({"role": "tool", "content": result})
+            continue
+        answer = await environment.respond(state, reply)
+        if isinstance(answer, Done):
+            break
+        messages.append({"role": "user", "content": answer})
+    return messages
+
+
+def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
+    """Yields demonstrations without end, of tasks that are not held out."""
+    environment, clerk = CustomerService(seed=SEED), Clerk(MISTAKES, rng)
+    tools = {tool.name: tool for tool in environment.tools()}
+    with asyncio.Runner() as runner:
+        for index in range(1_000_000):
+            yield runner.run(conversation(environment, tools, environment.train_task(index), clerk))
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any, *, last_only: bool = False
+) -> tuple[list[int], list[int]]:
+    """Ids of a conversation, and a mask of the agent's tokens: those of all replies, or of the last one.
+
+    The result equals that of `recipe.encode`, but the conversation is rendered once.
+    """
+    ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+    begin = tokenizer.encode("<|im_start|>assistant\n")
+    end = tokenizer.eos_token_id
+    ids = ids[: len(ids) - ids[::-1].index(end)]
+    mask, inside = [], False
+    for at, one in enumerate(ids):
+        if ids[max(0, at - len(begin)) : at] == begin:
+            inside = True
+            mask = [0] * at if last_only else mask
+        mask.append(int(inside))
+        inside = inside and one != end
+    return ids, mask
+
+
+def fragment(messages: list[Any], stage: str, rng: random.Random) -> list[Any]:
+    """The part of a conversation that a stage trains on."""
+    if stage == "whole":
+        return messages
+    if stage == "bare":
+        return messages[1:]
+    calls = [at for at, one in enumerate(messages) if one.get("tool_calls")]
+    at = rng.choice(calls or [2])
+    first = [1] if at > 4 else []
+    return [messages[n] for n in (*first, *range(max(1, at - 3), at + 1))]
+
+
+def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of (ids, labels), each [BATCH, length]."""
+    rng = random.Random(SEED)
+    endless = demonstrations(rng)
+    schemas = [tool.schema() for tool in CustomerService().tools()]
+    for stage, steps in STAGES:
+        tools = schemas if stage == "whole" else None
+        for _ in range(max(1, round(steps * scale / SORTED))):
+            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH * SORTED)]
+            rows = [encode(tokenizer, part, tools, last_only=stage == "turns") for part in parts]
+            rows.sort(key=lambda row: len(row[0]))
+            starts = list(range(0, len(rows), BATCH))
+            rng.shuffle(starts)
+            for start in starts:
+                yield recipe.padded(rows[start : start + BATCH], tokenizer.pad_token_id)
+
+
+def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
+    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
+    """Trains all stages, each for `scale` times its steps."""
+    recipe.learn(
+        model,
+        batches(tokenizer, scale),
+        optimizers(model),
+        steps=sum(SORTED * max(1, round(count * scale / SORTED)) for _, count in STAGES),
+        falls=lambda part: max(0.05, 2 * (1 - part)),
+        say_every=20,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the steps of every stage")
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+    recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, scale=arguments.scale))
+
+
+if __name__ == "__main__":
+    main()

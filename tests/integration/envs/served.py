@@ -1,0 +1,107 @@
+"""Environments that the tests of the environment service load by file."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidegate.envs.base import Done, Environment
+from tidegate.envs.rewards import Reward
+from tidegate.envs.tools import ToolError, tool
+from tidegate.errors import InfrastructureError
+from tidegate.types import Message, Task
+
+
+async def total(state: dict[str, Any]) -> float:
+    return float(state["total"])
+
+
+class Counter(Environment):
+    """Counts; its tools and its other side fail on request."""
+
+    name = "counter"
+    rewards = (Reward("total", total),)
+
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", "counter", [])
+
+    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
+        return {"": []}
+
+    async def setup(self, task: Task) -> dict[str, Any]:
+        if task.info.get("fails"):
+            raise ValueError("no database")
+        return {"total": 0, "file": task.info.get("file")}
+
+    @tool
+    async def add(self, state: dict[str, Any], number: int) -> str:
+        """Adds a number.
+
+        Args:
+            number: The number.
+        """
+        if number < 0:
+            raise ToolError("only numbers ≥ 0")
+        state["total"] += number
+        return str(state["total"])
+
+    @tool
+    def process(self) -> int:
+        """Returns the process's id."""
+        return os.getpid()
+
+    @tool
+    def wait(self, seconds: float) -> str:
+        """Waits in a thread."""
+        time.sleep(seconds)
+        return "done"
+
+    @tool
+    async def long(self, length: int) -> str:
+        """Returns a long text."""
+        return "x" * length
+
+    @tool
+    async def outage(self) -> str:
+        """Fails as a service does."""
+        raise InfrastructureError("the shop's server is down")
+
+    async def respond(self, state: dict[str, Any], reply: Message) -> Message | str | Done:
+        if reply["content"] == "bad":
+            return 7  # type: ignore[return-value]
+        return "more" if state["total"] < 3 else Done("thanks")
+
+    async def teardown(self, state: dict[str, Any]) -> None:
+        if state["file"]:
+            Path(state["file"]).write_text(str(state["total"]))  # noqa: ASYNC240
+
+
+def act(output: str | None) -> float:
+    """Does what the agent's output says."""
+    word, _, argument = (output or "").partition(" ")
+    if word == "sleep":
+        time.sleep(float(argument))
+    elif word == "lock":  # the regular expression takes minutes and holds the interpreter's lock
+        re.match(r"(a+)+$", "a" * 40 + "b")
+    elif word == "exit":
+        os._exit(3)
+    elif word == "raise":
+        raise ValueError(argument)
+    return 1.0
+
+
+class Acting(Environment):
+    """Without state; its reward does what the output says."""
+
+    name = "acting"
+    rewards = (Reward("act", act),)
+
+    def train_task(self, index: int) -> Task:
+        return Task(f"t{index}", "acting", [])
+
+    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
+        return {"": []}

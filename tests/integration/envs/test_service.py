@@ -1,0 +1,229 @@
+"""The environment service: states, tools and rewards in real worker processes, which hang and are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import eventually
+from tidegate.errors import ConfigError, RewardError, StartError
+from tidegate.gateway.environments.base import EpisodeLostError
+from tidegate.gateway.environments.client import EnvironmentClient
+from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.service.service import Service
+from tidegate.types import Outcome, Task, Trajectory
+
+FILE = Path(__file__).with_name("served.py")
+TASK = Task("t", "counter", [])
+ACTING = Task("t", "acting", [])
+
+
+@contextlib.asynccontextmanager
+async def service(name: str, **settings: Any) -> AsyncIterator[OwnedEnvironments]:
+    settings = {"reward_timeout_s": 20.0, "call_timeout_s": 20.0, **settings}
+    arguments = [f"--env.use={FILE}:{name}", *(f"--env.{key}={value}" for key, value in settings.items())]
+    environments = OwnedEnvironments(arguments, {"options": {}})
+    await environments.start()
+    try:
+        yield environments
+    finally:
+        await environments.close()
+
+
+def ended(output: str = "", env: str = "acting", episode: str = "e") -> Trajectory:
+    return Trajectory(episode, "t", env, "train", Outcome.COMPLETED, [], output=output)
+
+
+async def scored(environments: EnvironmentClient, output: str) -> float:
+    episode = f"e-{output.replace(' ', '-')}-{time.monotonic_ns()}"
+    return (await environments.score(episode, ACTING, ended(output))).reward
+
+
+async def test_an_episode_has_a_state_tools_and_another_side(tmp_path: Path) -> None:
+    async with service("Counter") as env:
+        info = env.info("counter")
+        assert info is not None
+        assert info.stateful
+        assert info.rewards == ["total"]
+        assert [tool["function"]["name"] for tool in info.tools][:2] == ["add", "process"]
+        file = tmp_path / "torn_down"
+        task = Task("t", "counter", [], info={"file": str(file)})
+        await env.setup("a", task, 60.0)
+        await env.setup("b", TASK, 60.0)
+        assert (await env.call_tool("a", "add", {"number": 2})).content == "2"
+        assert (await env.call_tool("b", "add", {"number": 1})).content == "1", "each has a state of its own"
+        assert (await env.respond("a", {"role": "assistant", "content": ""})).message == {
+            "role": "user", "content": "more",
+        }  # fmt: skip
+        await env.setup("a", task, 60.0)  # repeated: the state stays
+        assert (await env.call_tool("a", "add", {"number": 3})).content == "5"
+        last = await env.respond("a", {"role": "assistant", "content": ""})
+        assert (last.done, last.message) == (True, {"role": "user", "content": "thanks"})
+        assert (await env.score("a", task, ended(env="counter", episode="a"))).reward == 5.0
+        await env.teardown("a")
+        await env.teardown("a")
+        assert file.read_text() == "5"
+        with pytest.raises(EpisodeLostError, match="the episode has ended"):
+            await env.call_tool("a", "add", {"number": 1})
+
+
+async def test_what_a_tool_refuses_the_agent_reads() -> None:
+    async with service("Counter", call_timeout_s=1.0) as env:
+        await env.setup("a", TASK, 60.0)
+        for name, arguments, why in (
+            ("add", {"number": -1}, "only numbers ≥ 0"),
+            ("add", {"number": "many"}, "add: number: Input should be a valid integer"),
+            ("add", {"number": 1, "twice": True}, "add: twice: Extra inputs"),
+            ("ad", {}, "there is no tool 'ad'; did you mean 'add'?"),
+            ("wait", {"seconds": 30}, "wait: it took longer than 1 s"),
+        ):
+            result = await env.call_tool("a", name, arguments)
+            assert result.error, name
+            assert why in result.content
+        result = await env.call_tool("a", "long", {"length": 3_000_000})
+        assert len(result.content) < 70_000
+        assert "3000000 characters" in result.content
+        with pytest.raises(EpisodeLostError, match="the shop's server is down"):
+            await env.call_tool("a", "outage", {})
+        with pytest.raises(EpisodeLostError, match="respond returned int"):
+            await env.respond("a", {"role": "assistant", "content": "bad"})
+
+
+async def test_a_repeated_call_has_one_effect_also_while_the_first_runs() -> None:
+    async with service("Counter") as env:
+        await env.setup("a", TASK, 60.0)
+        calls = [env.call_tool("a", "add", {"number": 1}, key="k") for _ in range(20)]
+        assert {result.content for result in await asyncio.gather(*calls)} == {"1"}
+        slow = [env.call_tool("a", "wait", {"seconds": 0.2}), env.call_tool("a", "add", {"number": 1})]
+        assert [result.content for result in await asyncio.gather(*slow)] == ["done", "2"], "one at a time"
+
+
+async def test_a_setup_that_fails_is_no_fault_of_the_agent_and_is_not_repeated() -> None:
+    async with service("Counter") as env:
+        with pytest.raises(EpisodeLostError, match="setup raised ValueError: no database"):
+            await env.setup("a", Task("t", "counter", [], info={"fails": True}), 60.0)
+        with pytest.raises(EpisodeLostError, match="no database"):
+            await env.call_tool("a", "add", {"number": 1})
+        with pytest.raises(EpisodeLostError, match="has lost the episode's state"):
+            await env.setup("unknown", TASK, 60.0, create=False)
+
+
+async def test_a_state_is_torn_down_at_its_deadline(tmp_path: Path) -> None:
+    async with service("Counter") as env:
+        await env.setup("a", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 0.2)
+        await eventually((tmp_path / "gone").exists)
+
+
+async def test_a_killed_worker_loses_its_episodes_and_is_replaced() -> None:
+    async with service("Counter", workers=2) as env:
+        names = [f"e{number}" for number in range(100)]
+        await asyncio.gather(*(env.setup(name, TASK, 60.0) for name in names))
+        pids = {name: int((await env.call_tool(name, "process", {})).content) for name in names}
+        assert sorted(map(list(pids.values()).count, set(pids.values()))) == [50, 50]
+        victim = pids["e0"]
+        os.kill(victim, signal.SIGKILL)
+        for name, pid in pids.items():
+            if pid == victim:
+                with pytest.raises(EpisodeLostError, match="by SIGKILL; the episode's state is lost"):
+                    await env.call_tool(name, "add", {"number": 1})
+            else:
+                assert (await env.call_tool(name, "add", {"number": 1})).content == "1"
+        with pytest.raises(EpisodeLostError, match="SIGKILL"):
+            await env.score("e0", TASK, ended(env="counter", episode="e0"))
+        with pytest.raises(EpisodeLostError, match="SIGKILL"):
+            await env.setup("e0", TASK, 60.0)  # it is never made anew
+
+        async with asyncio.timeout(60.0):
+            new = victim
+            while new in pids.values():
+                await env.setup(name := f"n{time.monotonic_ns()}", TASK, 60.0)
+                new = int((await env.call_tool(name, "process", {})).content)
+
+
+async def test_a_worker_whose_tool_hangs_keeps_its_other_episodes() -> None:
+    async with service("Counter", call_timeout_s=0.5) as env:
+        await env.setup("a", TASK, 60.0)
+        await env.setup("b", TASK, 60.0)
+        pid = (await env.call_tool("b", "process", {})).content
+        assert (await env.call_tool("a", "wait", {"seconds": 60})).error
+        assert (await env.call_tool("b", "add", {"number": 1})).content == "1"
+        await env.setup("c", TASK, 60.0)
+        assert (await env.call_tool("c", "process", {})).content != pid, "new episodes go to another one"
+        await env.teardown("a")
+        await env.teardown("b")
+        await eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+async def test_rewards_that_queue_are_not_late() -> None:
+    async with service("Acting", reward_timeout_s=1.0) as env:
+        began = time.monotonic()
+        rewards = await asyncio.gather(*(scored(env, "sleep 0.3") for _ in range(64)))
+        assert set(rewards) == {1.0}
+        assert time.monotonic() - began > 1.0, "the last ones waited for longer than a deadline"
+
+
+async def test_a_reward_that_hangs_or_ends_its_process_costs_itself_alone() -> None:
+    async with service("Acting", reward_timeout_s=3.0) as env:
+        outputs = ["fine", "sleep 60", "exit", "raise it", "sleep 0.1", "fine"]
+        results = await asyncio.gather(*(scored(env, text) for text in outputs), return_exceptions=True)
+        assert [results[0], results[4], results[5]] == [1.0, 1.0, 1.0]
+        assert all(isinstance(results[index], RewardError) for index in (1, 2, 3))
+        assert "longer than 3 s" in str(results[1])
+        assert "2 times while it computed this reward" in str(results[2])
+        assert "raised ValueError: it" in str(results[3])
+        assert await scored(env, "fine") == 1.0
+
+
+async def test_a_reward_that_holds_the_interpreters_lock_fails_alone() -> None:
+    async with service("Acting", reward_timeout_s=3.0) as env:
+        jobs = [asyncio.create_task(scored(env, text)) for text in ("lock", "sleep 0.2", "sleep 0.3")]
+        results = await asyncio.gather(*jobs, return_exceptions=True)
+        assert results[1:] == [1.0, 1.0], "they were computed again, by another process"
+        assert isinstance(results[0], RewardError)
+        assert await scored(env, "fine") == 1.0
+
+
+async def test_a_stopped_worker_is_replaced() -> None:
+    async with service("Counter", call_timeout_s=1.0, reward_timeout_s=1.0) as env:
+        await env.setup("a", TASK, 60.0)
+        os.kill(int((await env.call_tool("a", "process", {})).content), signal.SIGSTOP)
+        with pytest.raises(EpisodeLostError, match="SIGKILL"):
+            await env.call_tool("a", "add", {"number": 1})
+
+
+async def test_a_killed_service_leaves_no_worker_and_its_episodes_are_lost() -> None:
+    async with service("Counter") as env:
+        await env.setup("a", TASK, 60.0)
+        pid = int((await env.call_tool("a", "process", {})).content)
+        owned: Service = env._service
+        assert owned.pid is not None
+        os.kill(owned.pid, signal.SIGKILL)
+        await eventually(lambda: not Path(f"/proc/{pid}").exists())
+        with pytest.raises(EpisodeLostError):
+            await env.call_tool("a", "add", {"number": 1})
+        await env.setup("b", TASK, 60.0)
+        assert (await env.call_tool("b", "add", {"number": 1})).content == "1"
+
+
+async def test_an_environment_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name\n")
+    environments = OwnedEnvironments([f"--env.use={tmp_path}/broken.py:Env"], {"options": {}})
+    with pytest.raises((StartError, ConfigError), match="did not start"):
+        await environments.start()
+    await environments.close()
+
+
+async def test_other_processes_need_the_key() -> None:
+    async with service("Acting") as env:
+        stranger = EnvironmentClient([env._service.url], "wrong")
+        with pytest.raises(StartError, match="needs its key"):
+            await stranger.start()
+        await stranger.close()

@@ -1,0 +1,49 @@
+"""The built-in agent `chat`: talks to the model, its environment's tools and the environment's other side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidegate.agents.base import Agent, Session
+from tidegate.errors import ConfigError
+from tidegate.types import TaskView
+
+
+class ChatAgent(Agent):
+    """Plays an episode: model reply → its tool calls → model reply → … → answer of the other side → ….
+
+    It ends when the environment's conversation is over, which without another side is after the first reply
+    without tool calls. The output is the content of the last reply.
+
+    Args:
+        max_turns: Limit of model replies.
+
+    Raises:
+        ConfigError: `max_turns` is less than 1.
+    """
+
+    def __init__(self, max_turns: int = 16) -> None:
+        if max_turns < 1:
+            raise ConfigError(f"agent.options.max_turns = {max_turns} must be at least 1")
+        self.max_turns = max_turns
+
+    async def run(self, task: TaskView, session: Session) -> str | None:
+        llm = session.openai()
+        tools: Any = await session.tools()
+        offered = {"tools": tools} if tools else {}
+        messages: list[Any] = list(task.messages)
+        content = None
+        for _ in range(self.max_turns):
+            reply = await llm.chat.completions.create(model=session.model, messages=messages, **offered)
+            message = reply.choices[0].message
+            content = message.content
+            messages.append(message.model_dump(exclude_none=True))
+            if message.tool_calls:
+                # One after another, in the model's order, as each may change the state.
+                messages += [await session.call(call) for call in message.tool_calls]
+                continue
+            following = await session.respond(messages[-1])
+            if following is None:
+                break
+            messages.append(following)
+        return content

@@ -1,0 +1,63 @@
+"""`tidegate env serve`: serves an environment to gateways."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
+
+PORT = 8010
+
+
+def add(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "env", help="serve an environment to gateways", description="Environments in processes of their own."
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    action = actions.add_parser(
+        "serve",
+        help="serve an environment",
+        description="Serve an environment: its rewards, the states of its episodes and its tools.",
+        epilog="The environment variable TIDEGATE_ENV_KEY sets the key, needed unless the host is loopback.",
+    )
+    action.add_argument(
+        "use",
+        nargs="?",
+        metavar="ENVIRONMENT",
+        help="the same as --env.use: a built-in name, or file.py:Class",
+    )
+    add_address(action, PORT)
+    action.add_argument("--fd", type=int, help=argparse.SUPPRESS)
+    action.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
+    takes_settings(action, "tidegate.settings.servers:EnvCommand")
+    action.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from tidegate.envs.service.pool import PoolSettings
+    from tidegate.envs.service.server import serve
+    from tidegate.service.api_key import ENV_KEY
+    from tidegate.service.process_secrets import receive_secrets, shield_process
+    from tidegate.service.serve import Listen
+    from tidegate.settings.sections import load
+    from tidegate.settings.servers import EnvCommand
+
+    shield_process()
+    use = [] if arguments.use is None else ["--env.use", arguments.use]
+    env = load(EnvCommand, None, [*use, *rest]).env
+    secrets: dict[str, Any] = {"key": os.environ.pop(ENV_KEY, None), "options": env.options}
+    if arguments.secrets_fd is not None:
+        secrets = receive_secrets(arguments.secrets_fd)
+    log_to_stderr()
+    environment = {
+        "use": env.use,
+        "options": secrets["options"],
+        "conversation_rewards": secrets.get("conversation_rewards", []),
+        "reward_range": secrets.get("reward_range"),
+    }
+    settings = PoolSettings(environment, env.workers, env.reward_timeout_s, env.call_timeout_s)
+    listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, arguments.fd)
+    serve(settings, secrets["key"], listen)
+    return 0

@@ -1,0 +1,1 @@
+"""Environments of other libraries, configured by settings alone: `env.use = "<library>:<environment>"`."""

@@ -1,0 +1,188 @@
+"""Tools of any MCP server for the tasks of another environment: `env.use = "mcp:https://host/mcp"`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+from tidegate.envs.adapters.library import require, run_apart
+from tidegate.envs.base import Environment, load_environment
+from tidegate.envs.tools import Tool, ToolError
+from tidegate.errors import ConfigError, TidegateError
+from tidegate.loading import did_you_mean
+from tidegate.types import Task, Trajectory
+
+log = logging.getLogger(__name__)
+STARTING_S = 30.0
+"""Deadline of connecting to a server and of listing its tools."""
+
+
+class McpServerError(TidegateError):
+    """The MCP server cannot be started or reached."""
+
+
+@dataclass
+class McpConnection:
+    """A client's session with a server; its own task opens and closes it, as the SDK demands."""
+
+    server: str
+    token_env: str | None
+    opened: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    async def open(self) -> Any:
+        """Returns the SDK's session. Raises McpServerError if there is none in time."""
+        self.task = asyncio.create_task(self._run(), name=f"MCP {self.server}")
+        try:
+            async with asyncio.timeout(STARTING_S):
+                return await asyncio.shield(self.opened)
+        except Exception as error:
+            await self.close()
+            first = error
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]
+            cause = str(first) or type(first).__name__
+            raise McpServerError(f"the MCP server {self.server!r} cannot be used: {cause}") from error
+
+    async def close(self) -> None:
+        self.closing.set()
+        if self.task is not None:
+            done, late = await asyncio.wait([self.task], timeout=STARTING_S)
+            for task in late:
+                task.cancel()
+            for task in done:
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    log.warning("the MCP server %r ended with %r", self.server, error)
+
+    async def _run(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                streams = await stack.enter_async_context(self._transport())
+                session = require("mcp", "mcp").ClientSession(*streams[:2])
+                await stack.enter_async_context(session)
+                await session.initialize()
+                self.opened.set_result(session)
+                await self.closing.wait()
+        except Exception as error:
+            if self.opened.done():
+                raise
+            self.opened.set_exception(error)
+
+    def _transport(self) -> Any:
+        if self.server.startswith(("http://", "https://")):
+            http = require("mcp.client.streamable_http", "mcp")
+            key = os.environ.get(self.token_env or "")
+            headers = {"Authorization": f"Bearer {key}"} if key else None
+            return http.streamable_http_client(
+                self.server, http_client=http.create_mcp_http_client(headers=headers)
+            )
+        stdio = require("mcp.client.stdio", "mcp")
+        command, *arguments = shlex.split(self.server)
+        return stdio.stdio_client(stdio.StdioServerParameters(command=command, args=arguments))
+
+
+class McpTools(Environment):
+    """Gives the tasks of another environment the tools of an MCP server. Each episode has its own connection.
+
+    Args:
+        id: Address of the server (streamable HTTP), or the command that starts it (stdio).
+        tasks: Table `{use, options}` of the environment with the tasks and the rewards, which has no state.
+        tools: Names of the tools that agents receive; None: all.
+        timeout_s: Deadline of a tool call in seconds.
+        token_env: Environment variable with the server's bearer token.
+
+    Raises:
+        ConfigError: The library is missing, the server cannot be used or lacks a tool, or `tasks` is invalid.
+    """
+
+    name: ClassVar[str] = "mcp"
+
+    def __init__(
+        self,
+        id: str,
+        tasks: Mapping[str, Any],
+        tools: Sequence[str] | None = None,
+        timeout_s: float = 60.0,
+        token_env: str | None = None,
+    ) -> None:
+        require("mcp", "mcp")
+        if not isinstance(tasks, Mapping) or not isinstance(tasks.get("use"), str):
+            raise ConfigError("mcp: the option 'tasks' must be a table {use, options} of an environment")
+        self._server, self._timeout_s, self._token_env = id, timeout_s, token_env
+        self._inner = load_environment(tasks["use"], tasks.get("options", {}))
+        if self._inner.stateful or list(self._inner.rewarders()) != [self._inner.name]:
+            raise ConfigError(f"mcp: the tasks of {tasks['use']!r} have a state or several parts")
+        self.rewards = self._inner.rewards
+        self.reward_limit_s = self._inner.reward_limit_s
+        try:
+            listed = run_apart(self._listed(), 2 * STARTING_S)
+        except (McpServerError, TimeoutError) as error:
+            raise ConfigError(str(error) or f"the MCP server {id!r} listed no tools in time") from error
+        for tool in tools or ():
+            if tool not in listed:
+                raise ConfigError(f"the MCP server {id!r} has no tool {tool!r}{did_you_mean(tool, listed)}")
+        self._tools = [
+            Tool(name, one.get("description") or "", one["inputSchema"], partial(self._call, name))
+            for name, one in listed.items()
+            if tools is None or name in tools
+        ]
+
+    def train_task(self, index: int) -> Task:
+        return replace(self._inner.train_task(index), env=self.name)
+
+    def eval_sets(self) -> Mapping[str, Sequence[Task]]:
+        sets = self._inner.eval_sets()
+        return {name: [replace(task, env=self.name) for task in tasks] for name, tasks in sets.items()}
+
+    def train_size(self) -> int | None:
+        return self._inner.train_size()
+
+    def gold_output(self, task: Task) -> str | None:
+        return self._inner.gold_output(task)
+
+    def turn_rewards(self, task: Task, trajectory: Trajectory) -> Mapping[int, float]:
+        return self._inner.turn_rewards(task, trajectory)
+
+    def tools(self) -> Sequence[Tool]:
+        return self._tools
+
+    async def setup(self, task: Task) -> McpConnection:
+        connection = McpConnection(self._server, self._token_env)
+        await connection.open()
+        return connection
+
+    async def teardown(self, state: McpConnection) -> None:
+        await state.close()
+
+    async def _listed(self) -> dict[str, dict[str, Any]]:
+        """Returns the server's tools by name, as the protocol describes them."""
+        connection = McpConnection(self._server, self._token_env)
+        session = await connection.open()
+        try:
+            page = await session.list_tools()
+            return {tool.name: tool.model_dump(by_alias=True) for tool in page.tools}
+        finally:
+            await connection.close()
+
+    async def _call(self, name: str, state: McpConnection, arguments: Mapping[str, Any]) -> str:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                result = (await state.opened.result().call_tool(name, dict(arguments))).model_dump(
+                    by_alias=True
+                )
+        except TimeoutError:
+            raise ToolError(f"the tool {name!r} did not answer within {self._timeout_s:g} s") from None
+        except Exception as error:
+            raise ToolError(f"the tool {name!r} failed: {error}") from error
+        text = "\n".join(part["text"] for part in result["content"] if part["type"] == "text")
+        if result.get("isError"):
+            raise ToolError(text)
+        return text

@@ -1,0 +1,109 @@
+"""Offers attempts to an agents' process without a gateway, for agents that call another endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+from aiohttp import web
+
+from tidegate.service.service import LOOPBACK
+from tidegate.trainer.processes.provider import GatewayAccess
+
+MAX_BODY = 64 * 1024 * 1024
+LATE_S = 3.0
+"""Seconds after its deadline in which an attempt may still be reported, as at a gateway."""
+
+
+class Offers:
+    """Serves the calls of workers (docs/remote.md) to the one process that an evaluation starts."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_urlsafe(24)
+        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._taken: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        """Report of each attempt that the process has taken."""
+        self._left: set[str] = set()
+        """Names of the processes that have exited; a poll of theirs may still be waiting."""
+        self._returned = 0
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[GatewayAccess]:
+        """Serve the calls while the context is open."""
+        app = web.Application(client_max_size=MAX_BODY)
+        app.router.add_post("/attempts/next", self._next)
+        app.router.add_post("/attempts/leave", self._give_back)
+        app.router.add_post("/s/{attempt}/finish", self._finish)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, LOOPBACK, 0).start()
+            yield GatewayAccess(f"http://{LOOPBACK}:{runner.addresses[0][1]}", self._key)
+        finally:
+            await runner.cleanup()
+
+    async def run(self, attempt: dict[str, Any]) -> dict[str, Any]:
+        """Have an attempt run; returns the report of its end."""
+        ended: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        name = secrets.token_hex(12)
+        self._queue.put_nowait({**attempt, "attempt": name, "heartbeat_s": 0.0, "ended": ended})
+        try:
+            return await ended
+        finally:
+            self._taken.pop(name, None)
+
+    async def leave(self, worker: str) -> int:
+        """End the attempts of the process, which has exited; returns how many of its agents returned."""
+        self._left.add(worker)
+        for ended in self._taken.values():
+            _end(ended, "cancelled", "the agents' process exited")
+        returned, self._returned = self._returned, 0
+        return returned
+
+    async def takes_attempts(self, _: str) -> bool:
+        """The attempts that it took have deadlines."""
+        return True
+
+    async def _next(self, request: web.Request) -> web.Response:
+        poll = await self._body(request)
+        rows: list[dict[str, Any]] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(poll["wait_s"]):
+                rows.append(await self._queue.get())
+        while rows and len(rows) < poll["capacity"] and not self._queue.empty():
+            rows.append(self._queue.get_nowait())
+        if poll["worker"] in self._left:
+            for row in rows:
+                self._queue.put_nowait(row)
+            raise web.HTTPGone
+        for row in rows:
+            ended = self._taken[row["attempt"]] = row.pop("ended")
+            why = "the agent did not return before its deadline"
+            asyncio.get_running_loop().call_later(row["deadline_s"] + LATE_S, _end, ended, "timeout", why)
+        return web.json_response({"attempts": rows})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        report = await request.json()
+        ended = self._taken.get(request.match_info["attempt"])
+        if ended is not None and not ended.done():
+            self._returned += report["outcome"] is None
+            ended.set_result(report)
+        return web.json_response({})
+
+    async def _give_back(self, request: web.Request) -> web.Response:
+        await self.leave((await self._body(request))["worker"])
+        return web.json_response({})
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        if not secrets.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self._key}"):
+            raise web.HTTPUnauthorized
+        body: dict[str, Any] = await request.json()
+        return body
+
+
+def _end(ended: asyncio.Future[dict[str, Any]], outcome: str, error: str) -> None:
+    if not ended.done():
+        ended.set_result({"outcome": outcome, "error": error})

@@ -1,0 +1,145 @@
+"""Client of environment services: `EnvironmentService` over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from tidegate.errors import RewardError, StartError, UnrewardedError
+from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
+from tidegate.service.backoff import backoff_s
+from tidegate.service.http_client import HttpClient, bearer
+from tidegate.types import Message, Scored, Task, Trajectory, to_wire
+
+log = logging.getLogger("tidegate.gateway.environments.client")
+
+SILENT_S = 30.0
+"""Time without a byte of a response after which a request is repeated; services send padding more often."""
+UNAVAILABLE_S = 60.0
+"""Time for which a request is repeated while its service does not respond."""
+FIRST_S, LONGEST_S = 0.05, 2.0
+_PADDING = b"\xc0"
+
+
+class EnvironmentClient(HttpClient):
+    """The environments of one or several services, which all serve the same ones.
+
+    An episode belongs to the service that its name selects, also after a restart of this process.
+
+    Args:
+        urls: Addresses of the services.
+        key: Their key; None: they have none.
+    """
+
+    def __init__(self, urls: Sequence[str], key: str | None = None) -> None:
+        super().__init__(key)
+        self._urls = [url.rstrip("/") for url in urls]
+        self._key = key
+        self._infos: dict[str, EnvironmentInfo] = {}
+
+    async def start(self) -> None:
+        """Reads which environments there are. Raises StartError."""
+        for url in self._urls:
+            try:
+                about = await self._request("GET", f"{url}/environments", {}, UNAVAILABLE_S)
+            except EpisodeLostError as error:
+                raise StartError(f"the environment service at {url}: {error}") from None
+            infos = msgspec.convert(about["result"], dict[str, EnvironmentInfo])
+            if self._infos and infos != self._infos:
+                raise StartError(
+                    f"the environment services at {self._urls[0]} and {url} serve different environments "
+                    f"({', '.join(self._infos)}; {', '.join(infos)}): start both with the same one"
+                )
+            self._infos = infos
+
+    def info(self, env: str) -> EnvironmentInfo | None:
+        return self._infos.get(env)
+
+    async def setup(self, episode: str, task: Task, deadline_s: float, create: bool = True) -> None:
+        body = {"task": _json(task), "deadline_s": deadline_s, "create": create}
+        self._result(await self._request("PUT", self._path(episode), body))
+
+    async def call_tool(
+        self, episode: str, name: str, arguments: Mapping[str, Any], key: str | None = None
+    ) -> ToolResult:
+        body = {"name": name, "arguments": dict(arguments), "key": key or secrets.token_hex(8)}
+        answer = await self._request("POST", self._path(episode, "/tool"), body)
+        if answer.get("kind") == "timeout":
+            return ToolResult(f"{name}: {answer['error']} (env.call_timeout_s)", error=True)
+        return ToolResult(**self._result(answer))
+
+    async def respond(self, episode: str, reply: Message, key: str | None = None) -> Response:
+        body = {"reply": reply, "key": key or secrets.token_hex(8)}
+        return Response(**self._result(await self._request("POST", self._path(episode, "/respond"), body)))
+
+    async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
+        info = self._infos[trajectory.env]
+        body = {"task": _json(task), "trajectory": to_wire(trajectory), "stateful": info.stateful}
+        answer = await self._request("POST", self._path(episode, "/score"), body)
+        match answer.get("kind"):
+            case "reward":
+                raise RewardError(answer["error"])
+            case "unrewarded":
+                raise UnrewardedError(answer["error"])
+        return msgspec.convert(self._result(answer), Scored)
+
+    async def teardown(self, episode: str) -> None:
+        try:
+            self._result(await self._request("DELETE", self._path(episode), {}))
+        except EpisodeLostError as error:
+            log.warning("episode %s: teardown: %s", episode, error)
+
+    def _path(self, episode: str, path: str = "") -> str:
+        url = self._urls[zlib.crc32(episode.encode()) % len(self._urls)]
+        name = quote(episode, safe="") or "-"  # an endpoint's evaluation has no sessions, and no states
+        return f"{url}/episodes/{name}{path}"
+
+    @staticmethod
+    def _result(answer: Mapping[str, Any]) -> Any:
+        if "error" in answer:
+            raise EpisodeLostError(answer["error"])
+        return answer["result"]
+
+    async def _request(
+        self, method: str, url: str, body: Mapping[str, Any], within_s: float = UNAVAILABLE_S
+    ) -> dict[str, Any]:
+        """Sends a request, again while the service does not respond, and returns its answer.
+
+        Every request may be repeated: a service returns the first result. Raises EpisodeLostError.
+        """
+        data = msgspec.msgpack.encode(body)
+        failures, until = 0, time.monotonic() + within_s
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENT_S)
+        while True:
+            try:
+                async with self.http.request(
+                    method, url, data=data, headers=bearer(self._key), timeout=timeout
+                ) as response:
+                    content = await response.read()
+                if response.status != 200:
+                    raise EpisodeLostError(f"{url}: status {response.status}: {content[:200].decode()}")
+                answer: dict[str, Any] = msgspec.msgpack.decode(content.lstrip(_PADDING))
+                return answer
+            except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+                if time.monotonic() > until:
+                    what = f"{type(error).__name__}: {error}"
+                    raise EpisodeLostError(
+                        f"the environment service at {url} did not respond for {within_s:g} s: {what}"
+                    ) from None
+                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
+                failures += 1
+
+
+def _json(task: Task) -> str:
+    """Returns a task as JSON, which has integers of any size. Values that it lacks become texts."""
+    return json.dumps(task.to_wire(), default=str)

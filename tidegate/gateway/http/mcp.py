@@ -1,0 +1,118 @@
+"""Serves an episode's tools by the Model Context Protocol: streamable HTTP, stateless, with JSON responses.
+
+The protocol is the official SDK's. It is imported at the first request, as that takes most of a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tidegate import __version__
+from tidegate.errors import GatewayError
+from tidegate.gateway.errors import ApiError
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.endpoints import authenticate
+from tidegate.gateway.http.json_endpoint import JsonEndpoint
+from tidegate.gateway.sessions.session import GatewaySession
+
+if TYPE_CHECKING:
+    from mcp.server.lowlevel import Server
+    from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+SESSION = "tidegate.session"
+"""Name of a request's session in its scope."""
+METHODS = ["GET", "POST", "DELETE"]
+
+
+class McpServer:
+    """The MCP server of one gateway; each request is answered for the session whose key it has."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._starting = asyncio.Lock()
+        self._manager: StreamableHTTPSessionManager | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def route(self) -> Route:
+        """Returns the route, which a session's key opens."""
+        return Route("/s/{session_id}/mcp", JsonEndpoint(self._gateway, self._answer), methods=METHODS)
+
+    async def close(self) -> None:
+        """Ends the requests in progress."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def _answer(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
+        session = authenticate(gateway, scope, dict(scope["headers"]))
+        if scope["method"] != "POST":
+            raise GatewayError("this MCP server is stateless: it answers only POST", status=405)
+        if session.closed is not None:
+            raise GatewayError(f"this session is over ({session.closed})", status=410)
+        manager = await self._started()
+        await manager.handle_request({**scope, SESSION: session}, receive, send)
+
+    async def _started(self) -> StreamableHTTPSessionManager:
+        async with self._starting:
+            if self._manager is None or self._serving is None or self._serving.done():
+                await asyncio.to_thread(importlib.import_module, "mcp.server.lowlevel")
+                from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+
+                server = _server(self._gateway)
+                self._manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
+                ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._serving = asyncio.create_task(_serve(self._manager, ready), name="MCP server")
+                await asyncio.wait((self._serving, ready), return_when=asyncio.FIRST_COMPLETED)
+            return self._manager
+
+
+async def _serve(manager: StreamableHTTPSessionManager, ready: asyncio.Future[None]) -> None:
+    """Owns the tasks of the SDK until it is cancelled."""
+    async with manager.run():
+        ready.set_result(None)
+        await asyncio.Event().wait()
+
+
+def _server(gateway: Gateway) -> Server[Any]:
+    from mcp import MCPError
+    from mcp.server.lowlevel import Server
+    from mcp.types import (
+        INTERNAL_ERROR,
+        INVALID_PARAMS,
+        CallToolRequestParams,
+        CallToolResult,
+        ListToolsResult,
+        TextContent,
+        Tool,
+    )
+
+    async def list_tools(context: Any, _: Any) -> ListToolsResult:
+        functions = [tool["function"] for tool in gateway.environments.tools(_session(context))]
+        return ListToolsResult(
+            tools=[
+                Tool(name=one["name"], description=one["description"], input_schema=one["parameters"])
+                for one in functions
+            ]
+        )
+
+    async def call_tool(context: Any, call: CallToolRequestParams) -> CallToolResult:
+        try:
+            result = await gateway.environments.call_tool(
+                _session(context), call.name, call.arguments or {}, None
+            )
+        except (GatewayError, ApiError) as error:
+            code = INVALID_PARAMS if error.status in (400, 413) else INTERNAL_ERROR
+            raise MCPError(code, str(error)) from error
+        return CallToolResult(content=[TextContent(text=result.content)], is_error=result.error)
+
+    return Server("tidegate", version=__version__, on_list_tools=list_tools, on_call_tool=call_tool)
+
+
+def _session(context: Any) -> GatewaySession:
+    session: GatewaySession = context.request.scope[SESSION]
+    return session
