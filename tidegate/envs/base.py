@@ -20,6 +20,7 @@ BUILT_IN = {
     "gsm8k": "tidegate.envs.datasets.gsm8k:GSM8K",
     "mixture": "tidegate.envs.mixture:Mixture",
     "search_qa": "tidegate.envs.search.search_qa:SearchQA",
+    "shell": "tidegate.envs.shell.shell:Shell",
 }
 
 ADAPTERS = {

@@ -15,6 +15,16 @@ from tidegate.sandbox.unprotected import UnprotectedSandbox
 BACKENDS = ("bubblewrap", "docker", "podman", "none")
 
 
+def check_backend(backend: str, read_only: Sequence[str] = (), image: str | None = None) -> None:
+    """Raises ConfigError if there is no such backend, or it does not take one of the options."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"there is no sandbox backend {backend!r}{did_you_mean(backend, BACKENDS)}")
+    if image is not None and backend not in ("docker", "podman"):
+        raise ConfigError(f"the sandbox backend {backend!r} takes no image")
+    if read_only and backend != "bubblewrap":
+        raise ConfigError(f"the sandbox backend {backend!r} takes no read_only paths")
+
+
 async def open_sandbox(
     limits: SandboxLimits | None = None,
     backend: str = "bubblewrap",
@@ -38,12 +48,7 @@ async def open_sandbox(
         SandboxError: The sandbox cannot start.
         OSError: A file cannot be written.
     """
-    if backend not in BACKENDS:
-        raise ConfigError(f"there is no sandbox backend {backend!r}{did_you_mean(backend, BACKENDS)}")
-    if image is not None and backend not in ("docker", "podman"):
-        raise ConfigError(f"the sandbox backend {backend!r} takes no image")
-    if read_only and backend != "bubblewrap":
-        raise ConfigError(f"the sandbox backend {backend!r} takes no read_only paths")
+    check_backend(backend, read_only, image)
     box: BubblewrapSandbox | ContainerSandbox | UnprotectedSandbox
     if backend == "bubblewrap":
         box = BubblewrapSandbox(limits or SandboxLimits(), read_only)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tidegate.envs.search.synthetic_world import SYLLABLES, held_out_name
+from tidegate.envs.names import SYLLABLES, held_out_name
 
-Split = Literal["train", "held_out", "deep"]
+Split = Literal["train", "held_out"]
 Kind = Literal["find", "count", "edit", "move", "extract"]
 Files = Mapping[str, str]
 """Path in the working directory → content."""
@@ -25,9 +25,7 @@ ANSWER = "answer.txt"
 SUFFIXES = (".txt", ".log", ".cfg", ".csv", ".json")
 SETTINGS = ("host", "user", "zone", "group")
 FIELDS = ("city", "boss")
-DEPTHS: Mapping[Split, Sequence[int]] = {"train": (0, 1), "held_out": (0, 1), "deep": (2,)}
-"""Number of folders above a file."""
-SIZES: Mapping[Split, tuple[int, int]] = {"train": (3, 4), "held_out": (5, 7), "deep": (5, 7)}
+SIZES: Mapping[Split, tuple[int, int]] = {"train": (3, 4), "held_out": (5, 7)}
 """Least and largest number of files."""
 
 
@@ -62,14 +60,14 @@ class Folder:
 
     Args:
         rng: Source of all choices.
-        split: Determines which names are drawn, the number of files and their depth.
+        split: Determines which names are drawn, and the number of files.
     """
 
     def __init__(self, rng: Random, split: Split) -> None:
         self.rng = rng
         self._split = split
         self._names = draw_names(rng, split)
-        self._folders = [self.name(), self.name()]
+        self._folder = self.name()
         self.files: dict[str, str] = {}
 
     def name(self) -> str:
@@ -77,8 +75,8 @@ class Folder:
         return next(self._names)
 
     def path(self, suffix: str) -> str:
-        folders = self._folders[: self.rng.choice(DEPTHS[self._split])]
-        return "/".join([*folders, self.name() + suffix])
+        file = self.name() + suffix
+        return self.rng.choice((file, f"{self._folder}/{file}"))
 
     def fill(self, suffix: str, content: Callable[[], str]) -> str:
         """Adds files of one kind; returns the path of one of them."""
@@ -174,6 +172,8 @@ def move(folder: Folder) -> ShellTask:
     name, other, into = folder.name(), folder.name(), folder.name()
     path = folder.fill(".txt", folder.notes)
     folder.insert(path, f"{name} and {other}")
+    if "/" in path:  # so that no empty folder remains
+        folder.files[f"{path.partition('/')[0]}/{folder.name()}.txt"] = folder.notes()
     after = {one: content for one, content in folder.files.items() if one != path}
     after[f"{into}/{path.rpartition('/')[2]}"] = folder.files[path]
     return ShellTask(
@@ -235,7 +235,7 @@ def draw_task(rng: Random, split: Split, kind: Kind | None = None) -> ShellTask:
 
     Args:
         rng: Source of all choices.
-        split: `train`; `held_out` with other names and larger folders; `deep` with files two folders deep.
+        split: `train`, or `held_out` with other names and larger folders.
         kind: None draws one.
     """
     return KINDS[kind or rng.choice(list(KINDS))](Folder(rng, split))
