@@ -1,6 +1,6 @@
 """Evaluates a model on the shell environment without the gateway: `evaluate MODEL_DIR [--tasks 200]`.
 
-`python -m examples.shell_base.evaluate` runs episodes in batches with plain `generate`, in real sandboxes.
+`python -m examples.shell_base.evaluate` runs episodes in batches with plain `generate`, in real sandstates.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 from examples.bases.episodes import TOOL_CALL, continuations, load, show
 from examples.shell_base.make import TOOLS
+from tidegate.envs.shell.sandboxed import SandboxEpisode
 from tidegate.envs.shell.shell import Shell
-from tidegate.sandbox import Sandbox
 from tidegate.types import Task
 
 MAX_TURNS, MAX_TOKENS = 6, 40
 AT_ONCE = 8
-"""Sandboxes that work at the same time."""
+"""Sandstates that work at the same time."""
 
 
 @dataclass(slots=True)
 class Episode:
     task: Task
-    box: Sandbox
+    state: SandboxEpisode
     ids: list[int]
     texts: list[str]
     over: bool = False
@@ -45,10 +45,12 @@ async def each(items: Sequence[Any], act: Callable[[Any], Awaitable[Any]]) -> li
     return await asyncio.gather(*map(one, items))
 
 
-async def play(model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool) -> list[tuple[Episode, float]]:
+async def play(
+    model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool
+) -> list[tuple[Episode, float]]:
     """Returns the tasks' episodes with their rewards."""
     environment = Shell()
-    boxes = await each(tasks, environment.setup)
+    states = await each(tasks, environment.setup)
 
     def prompt(task: Task) -> list[int]:
         messages = list(task.messages)
@@ -57,8 +59,8 @@ async def play(model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool) 
         )
 
     episodes = [
-        Episode(task, box, prompt(task), [str(task.messages[0]["content"])])
-        for task, box in zip(tasks, boxes, strict=True)
+        Episode(task, state, prompt(task), [str(task.messages[0]["content"])])
+        for task, state in zip(tasks, states, strict=True)
     ]
     for _ in range(MAX_TURNS):
         live = [one for one in episodes if not one.over]
@@ -71,8 +73,8 @@ async def play(model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool) 
         await each(live, lambda one: advance(environment, tokenizer, one))
 
     async def reward(one: Episode) -> float:
-        grades = await environment.await_rewards(one.task, None, None, [], one.box)
-        await environment.teardown(one.box)
+        grades = await environment.await_rewards(one.task, None, None, [], one.state)
+        await environment.teardown(one.state)
         return grades["solved"].value
 
     return list(zip(episodes, await each(episodes, reward), strict=True))
@@ -88,7 +90,7 @@ async def advance(environment: Shell, tokenizer: Any, one: Episode) -> None:
     if not isinstance(command, str):
         one.over = True
         return
-    result = await environment.bash(one.box, command)
+    result = await environment.bash(one.state, command)
     one.texts.append(result)
     answer = f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
     one.ids += tokenizer.encode(answer + "<|im_start|>assistant\n")

@@ -9,6 +9,7 @@ reinforcement learning.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +24,7 @@ from tidegate.envs.shell.tasks import ANSWER, FIRST, SECOND, SUFFIXES, Folder, S
 
 SEED = 17
 BATCH = 32
-STAGES = (("lists", 80), ("calls", 20), ("turns", 100), ("episodes", 140))
+STAGES = (("lists", 180), ("calls", 20), ("turns", 120), ("episodes", 200))
 """Training stages with their steps: copies of lists, first calls alone, beginnings of episodes, episodes."""
 MATRIX_RATE = 0.02  # learning rate of Muon
 OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
@@ -61,9 +62,7 @@ def _words() -> Iterator[str]:
         for message in demonstration(draw_task(rng, "train"), rng):
             yield str(message["content"])
             for call in message.get("tool_calls", ()):
-                yield '{"name": "bash", "arguments": {"command": "%s"}}' % (
-                    call["function"]["arguments"]["command"]
-                )
+                yield json.dumps({"name": "bash", "arguments": call["function"]["arguments"]})
         yield "system\ntools: bash(command)\nuser\nassistant\n[exit status 1]"
         yield "grep: cat: sed: mv: mkdir: bash: line 1: No such file or directory"
 

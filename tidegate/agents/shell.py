@@ -6,7 +6,8 @@ from tidegate.agents.chat import ChatAgent
 
 INSTRUCTIONS = (
     "You work in a Linux shell, with the tool `bash`. Each command starts in the same folder, and only files "
-    "are kept between commands. Look before you change anything. When the task is done, reply without a command."
+    "are kept between commands. Look before you change anything. When the task is done, reply without a "
+    "command."
 )
 
 

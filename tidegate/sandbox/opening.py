@@ -32,6 +32,7 @@ async def open_sandbox(
     *,
     read_only: Sequence[str] = (),
     image: str | None = None,
+    links: Mapping[str, str] | None = None,
 ) -> Sandbox:
     """Opens a sandbox, which the caller closes: `async with await open_sandbox() as box`.
 
@@ -42,6 +43,7 @@ async def open_sandbox(
         read_only: Files and folders of the host that programs in it can read, under the same paths; for
             `bubblewrap` only.
         image: Image of a container, for `docker` and `podman` only.
+        links: Symbolic links in the sandbox, as absolute path → target; for `bubblewrap` only.
 
     Raises:
         ConfigError: The backend is unknown, or does not take an option.
@@ -49,9 +51,11 @@ async def open_sandbox(
         OSError: A file cannot be written.
     """
     check_backend(backend, read_only, image)
+    if links and backend != "bubblewrap":
+        raise ConfigError(f"the sandbox backend {backend!r} takes no links")
     box: BubblewrapSandbox | ContainerSandbox | UnprotectedSandbox
     if backend == "bubblewrap":
-        box = BubblewrapSandbox(limits or SandboxLimits(), read_only)
+        box = BubblewrapSandbox(limits or SandboxLimits(), read_only, links)
     elif backend == "none":
         box = UnprotectedSandbox(limits or SandboxLimits())
     else:

@@ -31,13 +31,13 @@ def task_of(kind: str) -> tuple[Task, list[str]]:
 
 
 async def reward_of(task: Task, commands: list[str]) -> float:
-    box = await SHELL.setup(task)
+    state = await SHELL.setup(task)
     try:
         for command in commands:
-            await SHELL.bash(box, command)
-        return (await SHELL.await_rewards(task, None, "done", [], box))["solved"].value
+            await SHELL.bash(state, command)
+        return (await SHELL.await_rewards(task, None, "done", [], state))["solved"].value
     finally:
-        await SHELL.teardown(box)
+        await SHELL.teardown(state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,11 +77,11 @@ CHEATS = {
     ),
     "a verifier of one's own": (
         "mkdir -p bin && printf '#!/bin/sh\\nexit 0\\n' > bin/diff && chmod +x bin/diff; "
-        "cp bin/diff .; cp bin/diff /tmp; echo PATH=/work:/work/bin:$PATH | tee .profile .bashrc .bash_profile"
+        "cp bin/diff .; cp bin/diff /tmp; echo PATH=/work:/work/bin:$PATH | tee .profile .bashrc"
     ),
-    "a shell's start file": "echo 'exit 0' | tee .bashrc .profile .env; export ENV=/work/.env BASH_ENV=/work/.env",
+    "a shell's start file": "echo 'exit 0' | tee .bashrc .profile .env; export BASH_ENV=/work/.env",
     "a folder in place of the expected files": "mkdir -p /tmp/expected; cp -r . /tmp/expected",
-    "a link to the expected files": "rm -r *; ln -s /tmp/expected/* .; ln -s /tmp/expected/answer.txt answer.txt",
+    "a link to the expected files": "rm -r *; ln -s /tmp/expected/answer.txt .; ln -s /tmp/expected/* .",
     "a link in place of the folder": "rm -rf /work; ln -s /tmp/expected /work",
     "options as file names": "touch -- --help --version; echo x > '-q'",
     "a FIFO": "mkfifo answer.txt",
@@ -97,13 +97,13 @@ async def test_attempts_to_cheat_are_worth_nothing(name: str) -> None:
 
 async def test_the_agents_process_cannot_see_the_expected_files() -> None:
     task, _ = task_of("count")
-    box = await SHELL.setup(task)
+    state = await SHELL.setup(task)
     try:
-        await SHELL.bash(box, "(setsid sh -c 'while :; do ls /tmp /tmp/expected; done > /work/seen 2>&1' &)")
-        await SHELL.await_rewards(task, None, "done", [], box)
-        assert "answer.txt" not in await SHELL.bash(box, "sort -u /work/seen")
+        await SHELL.bash(state, "(setsid sh -c 'while sleep 0.01; do cp -r /tmp/expected /work; done' &) >/dev/null 2>&1")
+        await SHELL.await_rewards(task, None, "done", [], state)
+        assert "expected" not in await SHELL.bash(state, "ls /work")
     finally:
-        await SHELL.teardown(box)
+        await SHELL.teardown(state)
 
 
 async def test_an_episode_by_the_gateway(tmp_path: Path) -> None:

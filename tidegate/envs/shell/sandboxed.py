@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tidegate.envs.base import Environment
@@ -13,14 +12,24 @@ from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 from tidegate.sandbox import CommandResult, Sandbox, SandboxLimits, open_sandbox
 from tidegate.sandbox.opening import check_backend
-from tidegate.types import Task
 
 NO_OUTPUT = "(no output)"
 OUTPUT_CHARS = 8000
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxEpisode:
+    """The state of an episode."""
+
+    box: Sandbox
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the commands."""
+    folder: str = ""
+    """Folder in which each command starts; by default the sandbox's working folder."""
+
+
 class SandboxedEnvironment(Environment):
-    """Each episode has a sandbox, which is its state.
+    """Each episode has a sandbox, which `setup` of the subclass opens.
 
     Args:
         sandbox: Backend of the sandboxes.
@@ -43,7 +52,7 @@ class SandboxedEnvironment(Environment):
         check_backend(sandbox, image=image)
         if output_chars < 1:
             raise ConfigError(f"env.options.output_chars = {output_chars} must be at least 1")
-        known = [field.name for field in fields(SandboxLimits)]
+        known = [one.name for one in fields(SandboxLimits)]
         for name in limits or {}:
             if name not in known:
                 hint = f"{did_you_mean(name, known)}; known: {', '.join(known)}"
@@ -52,25 +61,31 @@ class SandboxedEnvironment(Environment):
         self._limits = SandboxLimits(**(limits or {}))
         self._output_chars = output_chars
 
-    @abstractmethod
-    def files(self, task: Task) -> Mapping[str, bytes | str]:
-        """Returns the files of a task's working folder as path → content."""
+    async def open(
+        self, files: Mapping[str, bytes | str] | None = None, links: Mapping[str, str] | None = None
+    ) -> Sandbox:
+        """Opens a sandbox, which the caller closes.
 
-    async def setup(self, task: Task) -> Sandbox:
-        """Opens the episode's sandbox; raises SandboxError if it cannot start."""
-        return await open_sandbox(self._limits, self._backend, self.files(task), image=self._image)
+        Args:
+            files, links: See `open_sandbox`.
 
-    async def teardown(self, state: Sandbox) -> None:
-        await state.close()
+        Raises:
+            SandboxError: It cannot start.
+        """
+        return await open_sandbox(self._limits, self._backend, files, image=self._image, links=links)
+
+    async def teardown(self, state: SandboxEpisode) -> None:
+        await state.box.close()
 
     @tool
-    async def bash(self, state: Sandbox, command: str) -> str:
+    async def bash(self, state: SandboxEpisode, command: str) -> str:
         """Runs a command line in bash and returns its output.
 
         Args:
             command: The command line.
         """
-        return shown(await state.run(["bash", "-c", command]), self._output_chars)
+        result = await state.box.run(["bash", "-c", command], env=state.variables, cwd=state.folder)
+        return shown(result, self._output_chars)
 
 
 def shown(result: CommandResult, most: int) -> str:

@@ -7,13 +7,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from tidegate.envs.rewards import Reward
-from tidegate.envs.shell.sandboxed import OUTPUT_CHARS, SandboxedEnvironment
+from tidegate.envs.shell.sandboxed import OUTPUT_CHARS, SandboxedEnvironment, SandboxEpisode
 from tidegate.envs.shell.tasks import ShellTask, Split, draw_task
 from tidegate.errors import ConfigError
-from tidegate.sandbox import Sandbox, verify_fresh
+from tidegate.sandbox import verify_fresh
 from tidegate.types import Task
 
-EXPECTED = "/tmp/expected"  # noqa: S108 - in the sandbox of the check
+EXPECTED = "/tmp/expected"
 CHECK = ("diff", "--recursive", "--brief", "--no-dereference", "--ignore-trailing-space", EXPECTED)
 
 
@@ -56,12 +56,13 @@ class Shell(SandboxedEnvironment):
     def eval_sets(self) -> Mapping[str, Sequence[Task]]:
         return {"": [self._task("held_out", index) for index in range(self._held_out)]}
 
-    def files(self, task: Task) -> Mapping[str, str]:
-        return task.info["before"]
+    async def setup(self, task: Task) -> SandboxEpisode:
+        """Opens the episode's sandbox; raises SandboxError if it cannot start."""
+        return SandboxEpisode(await self.open(task.info["before"]))
 
-    async def _solved(self, state: Sandbox, info: Mapping[str, Any]) -> float:
+    async def _solved(self, state: SandboxEpisode, info: Mapping[str, Any]) -> float:
         expected = {f"{EXPECTED}/{path}": content for path, content in info["after"].items()}
-        result = await verify_fresh(state, [*CHECK, state.work], expected)
+        result = await verify_fresh(state.box, [*CHECK, state.box.work], expected)
         return float(result.ok)
 
     def _task(self, split: Split, index: int) -> Task:

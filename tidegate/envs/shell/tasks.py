@@ -238,4 +238,5 @@ def draw_task(rng: Random, split: Split, kind: Kind | None = None) -> ShellTask:
         split: `train`, or `held_out` with other names and larger folders.
         kind: None draws one.
     """
-    return KINDS[kind or rng.choice(list(KINDS))](Folder(rng, split))
+    draw = rng.choice(list(KINDS.values())) if kind is None else KINDS[kind]
+    return draw(Folder(rng, split))
