@@ -113,6 +113,8 @@ class BubblewrapSandbox(SupervisedSandbox):
             arguments += ["--perms", "0755", "--size", str(self.limits.disk_mb << 20), "--tmpfs", folder]
         arguments += _system_mounts(self._read_only)
         for path, target in self._links.items():
+            for folder in reversed(Path(path).parents[:-1]):
+                arguments += ["--perms", "0755", "--dir", str(folder)]
             arguments += ["--symlink", target, path]
         for path, text in ETC.items():
             arguments += ["--perms", "0644", "--file", passed.content(text.encode()), path]

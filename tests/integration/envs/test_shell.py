@@ -99,7 +99,9 @@ async def test_the_agents_process_cannot_see_the_expected_files() -> None:
     task, _ = task_of("count")
     state = await SHELL.setup(task)
     try:
-        await SHELL.bash(state, "(setsid sh -c 'while sleep 0.01; do cp -r /tmp/expected /work; done' &) >/dev/null 2>&1")
+        await SHELL.bash(
+            state, "(setsid sh -c 'while sleep 0.01; do cp -r /tmp/expected /work; done' &) >/dev/null 2>&1"
+        )
         await SHELL.await_rewards(task, None, "done", [], state)
         assert "expected" not in await SHELL.bash(state, "ls /work")
     finally:

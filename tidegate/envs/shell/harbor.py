@@ -21,8 +21,9 @@ from tidegate.types import Task
 PLACE = "/tmp/harbor"
 LINKS = {"/tests": f"{PLACE}/tests", "/logs": f"{PLACE}/logs"}
 """Folders of Harbor's containers, which a sandbox has at another place."""
-VERIFY = """\
-mkdir -p /logs/verifier /logs/agent /logs/artifacts
+MAKE_FOLDERS = f"mkdir -p {PLACE}/tests {PLACE}/logs/verifier {PLACE}/logs/agent {PLACE}/logs/artifacts"
+VERIFY = f"""\
+{MAKE_FOLDERS}
 bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
 cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
 """
@@ -72,6 +73,7 @@ class Harbor(SandboxedEnvironment, Finite):
         box = await self.open(links={**LINKS, folder.workdir: WORK})
         try:
             await box.restore(make_tar(folder.files()))
+            await box.run(MAKE_FOLDERS)
         except BaseException:
             await box.close()
             raise
