@@ -76,6 +76,8 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "envs.service.episodes",
+        "envs.service.scoring",
         "gateway.rendering.conformance",
         "gateway.client",
         "gateway.engines.protocol",
@@ -103,7 +105,7 @@ ALLOWED = {
         "trainer.processes.agents",
         "trainer.processes.provider",
     },
-    "envs": {"rag.client"},
+    "envs": {"rag.client", "sandbox"},
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }
 TORCH = {
