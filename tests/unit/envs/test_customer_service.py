@@ -90,26 +90,47 @@ def test_held_out_tasks_have_other_names_numbers_items_and_pairs() -> None:
 
 
 async def test_refusing_is_right_only_if_the_policy_forbids_the_wish() -> None:
+    strict = Clerk(Mistakes(too_strict=1.0, too_lax=0.0))
     for task in train_tasks(60):
-        wishes = make_scenario(**task.info).wishes
-        scored, messages = await converse(SHOP, task, lambda _: says(REFUSAL))
-        assert scored.reward == float(all(wish.forbidden for wish in wishes)), messages
-    forbidden = first_task("refund", "status")
-    scored, _ = await converse(SHOP, forbidden, lambda _: says(DONE))
-    assert scored.metrics["right_database"] == 1.0
+        forbidden = [wish.forbidden is not None for wish in make_scenario(**task.info).wishes]
+        scored, messages = await converse(SHOP, task, strict.reply)
+        assert scored.reward == float(all(forbidden)), messages
+    task = first_task("refund", "status")
+    scored, _ = await converse(SHOP, task, claiming(Clerk()))
+    assert scored.metrics["right_database"] == scored.metrics["policy_checks"] == 1.0
     assert scored.reward == 0.0, "the user must be told"
 
 
+def claiming(clerk: Clerk) -> Any:
+    """Claims success where the clerk refuses."""
+
+    def reply(messages: Sequence[Any]) -> Any:
+        message = clerk.reply(messages)
+        return says(DONE) if message["content"] == REFUSAL else message
+
+    return reply
+
+
+async def test_the_checks_of_the_policy_are_demanded() -> None:
+    for kind, forbidden in (("cancel", "status"), ("cancel", "identity"), ("price", "owner")):
+        scored, _ = await converse(SHOP, first_task(kind, forbidden), lambda _: says(REFUSAL))
+        assert scored.metrics["right_database"] == scored.metrics["user_told"] == 1.0
+        assert scored.reward == 0.0, f"refused {forbidden} without a look"
+    scored, messages = await converse(SHOP, first_task("refund", None), Clerk(Mistakes(no_look=1.0)).reply)
+    assert scored.metrics["right_database"] == 1.0
+    assert scored.reward == scored.metrics["policy_checks"] == 0.0, messages
+
+
 async def test_a_wrong_final_database_is_worth_nothing() -> None:
-    for mistake in ("too_lax", "no_look"):
-        task = first_task("cancel", "status")
-        scored, _ = await converse(SHOP, task, Clerk(replace(Mistakes(), **{mistake: 1.0})).reply)
-        assert scored.reward == 0.0, mistake
+    task = first_task("cancel", "status")
+    scored, _ = await converse(SHOP, task, Clerk(Mistakes(too_lax=1.0)).reply)
+    assert scored.reward == scored.metrics["right_database"] == 0.0
     state = await SHOP.setup(task := first_task("cancel", None))
-    state.over = True
+    order = state.scenario.wishes[0].order
+    state.over = state.searched = True
+    state.looked.add(order)
     state.said.append(says(DONE))
     assert SHOP.score(task, None, None, [], state).reward == 0.0
-    order = state.scenario.wishes[0].order
     state.database = reversed_database(state.scenario.database)
     state.database.cancel(order)
     assert SHOP.score(task, None, None, [], state).reward == 1.0, "in any order of entries"
@@ -127,7 +148,12 @@ async def test_a_price_must_be_told_to_its_customer_only() -> None:
     task = first_task("price", None)
     price = make_scenario(**task.info).facts()[0]
     for text, reward in ((f"It cost {price} euros.", 1.0), ("It is done.", 0.0), (f"{price}0 euros", 0.0)):
-        scored, _ = await converse(SHOP, task, lambda _, text=text: says(text))  # type: ignore[misc]
+
+        def reply(messages: Sequence[Any], text: str = text) -> Any:
+            message = Clerk().reply(messages)
+            return says(text) if "euros" in message["content"] else message
+
+        scored, _ = await converse(SHOP, task, reply)
         assert scored.reward == reward, text
 
 

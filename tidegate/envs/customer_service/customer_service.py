@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from tidegate.loading import construct
 from tidegate.types import Message, Task
 
 POLICY = """You are the service desk of a shop. Before anything else, find the customer by name and zip code.
-Serve only orders of this customer, and look at an order before you change it.
+Serve only orders of this customer, and look at an order before you change it or refuse.
 Cancel or readdress pending orders only. Refund or exchange delivered orders only.
 Exchange only for an item in stock. \
 Refuse everything else, even if the customer insists: it is not possible."""
@@ -45,6 +45,14 @@ class ServiceEpisode:
     """Unused if a model plays the user."""
     said: list[Message]
     """The user's messages and the agent's replies to the user."""
+    customer: str | None = None
+    """Number of the customer that was found last."""
+    searched: bool = False
+    """Whether a customer was searched for."""
+    looked: set[str] = field(default_factory=set)
+    """Orders of the customer that was found which were looked at, whether they exist or not."""
+    blind: bool = False
+    """Whether an order was changed that had not been looked at."""
     over: bool = False
     """Whether the user ended the conversation without giving up."""
 
@@ -55,9 +63,9 @@ class ServiceEpisode:
 
 
 def resolved(state: ServiceEpisode) -> Grade:
-    """Reward function: 1 if the database is as it should be, and the user was told what was to be told.
+    """Reward function: 1 if the database is as it should be, and the policy's checks were made.
 
-    The user must be told each price that was asked for and may be stated, and that a forbidden wish is
+    The user must also be told each price that was asked for and may be stated, and that a forbidden wish is
     refused; and the user must have ended the conversation.
     """
     scenario = state.scenario
@@ -66,12 +74,15 @@ def resolved(state: ServiceEpisode) -> Grade:
     forbidden = any(wish.forbidden for wish in scenario.wishes)
     told = all(any(re.search(rf"\b{fact}\b", reply) for reply in state.replies) for fact in scenario.facts())
     told = told and (refused or not forbidden)
+    orders = [wish.order for wish in scenario.wishes if wish.forbidden != "identity"]
+    checked = state.searched and not state.blind and state.looked.issuperset(orders)
     metrics = {
         "right_database": float(right),
+        "policy_checks": float(checked),
         "user_told": float(told),
         "conversation_ended": float(state.over),
     }
-    return Grade(float(right and told and state.over), metrics)
+    return Grade(float(right and checked and told and state.over), metrics)
 
 
 class CustomerService(Environment):
@@ -148,7 +159,8 @@ class CustomerService(Environment):
             name: Name of the customer.
             zip: Zip code of the customer.
         """
-        number = state.database.find_customer(name, zip)
+        state.searched = True
+        state.customer = number = state.database.find_customer(name, zip)
         if number is None:
             raise ToolError("no such customer")
         return f"customer {number}"
@@ -161,6 +173,8 @@ class CustomerService(Environment):
             customer: Number of the customer.
             order: Number of the order.
         """
+        if customer == state.customer:
+            state.looked.add(order)
         found = state.database.find_order(customer, order)
         if found is None:
             raise ToolError("no such order of this customer")
@@ -184,7 +198,7 @@ class CustomerService(Environment):
         Args:
             order: Number of the order.
         """
-        self._known(state, order)
+        self._begin_change(state, order)
         state.database.cancel(order)
         return "ok"
 
@@ -196,7 +210,7 @@ class CustomerService(Environment):
             order: Number of the order.
             address: The new address.
         """
-        self._known(state, order)
+        self._begin_change(state, order)
         state.database.readdress(order, address)
         return "ok"
 
@@ -207,7 +221,7 @@ class CustomerService(Environment):
         Args:
             order: Number of the order.
         """
-        self._known(state, order)
+        self._begin_change(state, order)
         state.database.refund(order)
         return "ok"
 
@@ -219,13 +233,14 @@ class CustomerService(Environment):
             order: Number of the order.
             item: The new item.
         """
-        self._known(state, order)
+        self._begin_change(state, order)
         if item not in state.database.stock:
             raise ToolError("no such item")
         state.database.exchange(order, item)
         return "ok"
 
     @staticmethod
-    def _known(state: ServiceEpisode, order: str) -> None:
+    def _begin_change(state: ServiceEpisode, order: str) -> None:
         if order not in state.database.orders:
             raise ToolError("no such order")
+        state.blind = state.blind or order not in state.looked
