@@ -35,10 +35,10 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 GOALS = {
     "calculator": [("after", 0.90)],
     "search": [("after", 0.80), ("after_greedy", 0.90)],
-    "shell": [("after", 0.85)],
+    "service": [("after", 0.80)],
 }
 """Demo → minimum reward of its seeded run."""
-CONFIGS = {"calculator": "demo/config.toml", "shell": "shell/config.toml"}
+CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml"}
 """Settings files of the demos that need no service beside the run."""
 
 

@@ -76,6 +76,8 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "envs.service.episodes",
+        "envs.service.scoring",
         "gateway.rendering.conformance",
         "gateway.client",
         "gateway.engines.protocol",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
+from tidegate.envs.service import scoring
+from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.errors import RewardError
 from tidegate.tracebacks import where
-from tidegate.types import Outcome, Task, Trajectory, Turn, VersionSpan
+from tidegate.types import Outcome, Scored, Task, Trajectory, Turn, VersionSpan
 
 SCORE_S = 10.0
 GARBAGE = ("", "I do not know.")
@@ -53,7 +56,11 @@ def check_rewards(environment: Environment) -> list[Finding]:
         graded = [_grade(environment, task, gold, known) for task, gold in zip(tasks, known, strict=True)]
     except Fault as fault:
         return [fault.finding]
-    return [_verdict(graded, _reads_trajectory(environment))]
+    verdict = _verdict(graded, _reads_trajectory(environment))
+    if verdict.level is not Level.OK and _reads_state(environment):
+        why = "rewards read the state, which only an episode changes; they were tried on that of setup()"
+        return [note("rewards", "reads_state", why)]
+    return [verdict]
 
 
 def _gold(environment: Environment, task: Task) -> str | None:
@@ -104,8 +111,13 @@ def _reads_trajectory(environment: Environment) -> bool:
     return any("trajectory" in inspect.signature(reward.fn).parameters for reward in rewards)
 
 
+def _reads_state(environment: Environment) -> bool:
+    return any(reward.needs_state for scorer in environment.rewarders().values() for reward in scorer.rewards)
+
+
 def score(environment: Environment, task: Task, output: str) -> float:
-    """Returns the reward of an output; raises Fault if it raises, hangs, or is not a finite number."""
+    """Returns the reward of an output, with a new state; raises Fault if it raises, hangs, or is not a finite
+    number."""
     on = f"on the output {output[:60]!r} of task {task.id}"
     messages = [*task.messages, {"role": "assistant", "content": output}]
     trajectory = Trajectory(
@@ -113,16 +125,27 @@ def score(environment: Environment, task: Task, output: str) -> float:
     )
     scorer = environment.rewarders()[task.env]
     try:
-        return within(SCORE_S, lambda: scorer.score(task, trajectory, output, messages)).reward
+        return within(SCORE_S, lambda: asyncio.run(_scored(scorer, task, trajectory))).reward
     except TimeoutError:
         text, code = f"your reward took longer than {SCORE_S:g} s {on}", "reward_hung"
     except RewardError as failure:
         code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
         text = f"your reward failed {on}: {failure}"
-    except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
-        text = f"your reward raised {type(failure).__name__} {on}: {failure}{where(failure)}"
-        code = "reward_raised"
+    except EpisodeError as failure:
+        text, code = f"{failure}, {on}", "state_raised"
     raise Fault(error("rewards", code, text))
+
+
+async def _scored(scorer: Environment, task: Task, trajectory: Trajectory) -> Scored:
+    """Raises RewardError, or EpisodeError if the state cannot be made or released."""
+    episode = Episode(scorer, task)
+    await episode.setup()
+    try:
+        return await scoring.score(
+            scorer, task, trajectory, trajectory.output, trajectory.messages, episode.state
+        )
+    finally:
+        await episode.teardown()
 
 
 def _turn() -> Turn:

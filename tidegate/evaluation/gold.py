@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Task
+from tidegate.types import Scored, Task
 
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
@@ -43,10 +44,19 @@ class GoldSplit:
 def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
     """Grades every gold answer of every split; an identical task in two splits counts in the first one.
 
-    A reward of at least `threshold` counts as right. Raises ConfigError if the environment has no rewards.
+    A reward of at least `threshold` counts as right.
+
+    Raises:
+        ConfigError: The environment has no rewards, or one needs the state of an episode.
     """
     if not environment.names:
         raise ConfigError(f"{environment.name}: it has no rewards to grade with")
+    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
+    if needing := [reward.name for reward in rewards if reward.needs_state]:
+        raise ConfigError(
+            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which a gold answer "
+            "does not change, so --gold cannot grade it: use tidegate doctor, or tidegate eval without --gold"
+        )
     seen: set[str] = set()
     splits = []
     for name, tasks in _splits(environment):
@@ -75,9 +85,8 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
     if output is None:
         split.misses.append(Miss(task.id, None, "it has no gold answer"))
         return
-    messages = [*task.messages, {"role": "assistant", "content": output}]
     try:
-        scored = environment.score(task, None, output, messages)
+        scored = _scored(environment, task, output)
     except RewardError as error:
         split.misses.append(Miss(task.id, task.answer, str(error)))
         return
@@ -90,3 +99,12 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
         parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts.items())
         unread = "; no answer could be read from it" if scored.metrics.get("unparseable") else ""
         split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))
+
+
+def _scored(environment: Environment, task: Task, output: str) -> Scored:
+    """Raises RewardError."""
+    messages = [*task.messages, {"role": "assistant", "content": output}]
+    scorer, awaited = environment.rewarders().get(task.env, environment), None
+    if any(reward.is_async for reward in scorer.rewards):
+        awaited = asyncio.run(scorer.await_rewards(task, None, output, messages))
+    return environment.score(task, None, output, messages, None, awaited)

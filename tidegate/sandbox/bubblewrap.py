@@ -112,10 +112,10 @@ class BubblewrapSandbox(SupervisedSandbox):
         for folder in OWN_FILES:
             arguments += ["--perms", "0755", "--size", str(self.limits.disk_mb << 20), "--tmpfs", folder]
         arguments += _system_mounts(self._read_only)
-        for path, target in self._links.items():
-            for folder in reversed(Path(path).parents[:-1]):
-                arguments += ["--perms", "0755", "--dir", str(folder)]
-            arguments += ["--symlink", target, path]
+        for link, target in self._links.items():
+            for parent in reversed(Path(link).parents[:-1]):
+                arguments += ["--perms", "0755", "--dir", str(parent)]
+            arguments += ["--symlink", target, link]
         for path, text in ETC.items():
             arguments += ["--perms", "0644", "--file", passed.content(text.encode()), path]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]

@@ -30,10 +30,10 @@ cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
 
 
 class Harbor(SandboxedEnvironment, Finite):
-    """Tasks of folders with `instruction.md`, `task.toml`, `environment/` and `tests/test.sh`.
+    """Tasks of folders in the format of Harbor: instruction, settings, environment and tests.
 
     The files of `environment/` are copied into the working folder of a sandbox. No image is built, and there
-    is no network. The reward is what `tests/test.sh` writes to `/logs/verifier/reward.json` or `reward.txt`,
+    is no network. The reward is what tests/test.sh writes to /logs/verifier/reward.json or reward.txt,
     in a fresh sandbox with the agent's files of the working folder; 0 if it writes none.
 
     Args:
