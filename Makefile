@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -27,6 +27,9 @@ demo-search: install  ## watch a small model learn to search, against a real ret
 
 demo-service: install  ## watch a small model learn to serve customers by a policy, with tools over MCP, in minutes
 	@$(BIN)/tidegate train examples/service/config.toml --fresh
+
+demo-shell: install  ## watch a small model learn to work in a real shell in sandboxes, in minutes (needs bubblewrap)
+	@$(BIN)/tidegate train examples/shell/config.toml --fresh
 
 demo-online: install  ## watch a service learn from its users' thumbs while its processes are killed, in minutes
 	@$(BIN)/python examples/online/demo.py

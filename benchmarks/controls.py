@@ -36,9 +36,10 @@ GOALS = {
     "calculator": [("after", 0.90)],
     "search": [("after", 0.80), ("after_greedy", 0.90)],
     "service": [("after", 0.80)],
+    "shell": [("after", 0.85)],
 }
 """Demo → minimum reward of its seeded run."""
-CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml"}
+CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml", "shell": "shell/config.toml"}
 """Settings files of the demos that need no service beside the run."""
 
 

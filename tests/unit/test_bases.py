@@ -12,12 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.search_base import make as search_base
 from examples.service_base import make as service_base
+from examples.shell_base import make as shell_base
 from examples.tiny_base import make as tiny_base
 
 RECIPES = [
     pytest.param(tiny_base, id="tiny_base"),
     pytest.param(search_base, id="search_base"),
     pytest.param(service_base, id="service_base"),
+    pytest.param(shell_base, id="shell_base"),
 ]
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 

@@ -140,13 +140,14 @@ class CommandAgent(Agent):
     def _environment(
         self, session: Session, base_url: str, task_file: Path, result_file: Path
     ) -> dict[str, str]:
+        address = base_url.removesuffix("/v1")
         return {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": session.api_key,
             # Anthropic's clients add /v1 themselves.
-            "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+            "ANTHROPIC_BASE_URL": address,
             "ANTHROPIC_API_KEY": session.api_key,
-            "TIDEGATE_MCP_URL": session.mcp_url,
+            "TIDEGATE_MCP_URL": f"{address}/mcp",
             "MODEL": session.model,
             "SEED": str(session.seed if session.seed is not None else 0),
             "TASK_FILE": str(task_file),
