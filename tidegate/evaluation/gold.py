@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.envs.base import Environment
+from tidegate.envs.service.scoring import score
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Task
+from tidegate.types import Message, Scored, Task
 
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
@@ -47,6 +49,10 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
     """
     if not environment.names:
         raise ConfigError(f"{environment.name}: it has no rewards to grade with")
+    return asyncio.run(_graded(environment, threshold))
+
+
+async def _graded(environment: Environment, threshold: float) -> list[GoldSplit]:
     seen: set[str] = set()
     splits = []
     for name, tasks in _splits(environment):
@@ -54,7 +60,7 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
         for task in tasks:
             if (key := repr(task.to_wire())) not in seen:
                 seen.add(key)
-                _grade(environment, task, threshold, split)
+                await _grade(environment, task, threshold, split)
         if split.total:
             splits.append(split)
     return splits
@@ -69,7 +75,7 @@ def _splits(environment: Environment) -> Iterator[tuple[str, Sequence[Task]]]:
         yield set_name or "held-out", tasks
 
 
-def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
+async def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
     split.total += 1
     output = environment.gold_output(task)
     if output is None:
@@ -77,7 +83,7 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
         return
     messages = [*task.messages, {"role": "assistant", "content": output}]
     try:
-        scored = environment.score(task, None, output, messages)
+        scored = await _score(environment.rewarders()[task.env], task, output, messages)
     except RewardError as error:
         split.misses.append(Miss(task.id, task.answer, str(error)))
         return
@@ -90,3 +96,11 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
         parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts.items())
         unread = "; no answer could be read from it" if scored.metrics.get("unparseable") else ""
         split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))
+
+
+async def _score(environment: Environment, task: Task, output: str, messages: Sequence[Message]) -> Scored:
+    state = await environment.setup(task)
+    try:
+        return await score(environment, task, None, output, messages, state)
+    finally:
+        await environment.teardown(state)
