@@ -124,7 +124,8 @@ def teach(lesson: Lesson, environment: Environment, out: Path) -> None:
 def _batches(lesson: Lesson, environment: Environment, tokenizer: Any) -> Iterator[Any]:
     generator = random.Random(SEED)
     play = partial(_demonstration, lesson, environment, generator)
-    made = asyncio.run(_all(play, DEMONSTRATIONS))
+    # With few of them, the model would learn by heart which words are reversed.
+    made = asyncio.run(_all(play, DEMONSTRATIONS * (6 if lesson.turns == 1 else 1)))
     rows = [recipe.encode(tokenizer, messages, ()) for messages in made]
     for _ in range(lesson.steps):
         yield recipe.padded(generator.sample(rows, BATCH), tokenizer.pad_token_id)
