@@ -33,10 +33,10 @@ SETTINGS: dict[str, Any] = {
     "engine": {"max_slots": 64, "max_context": 768},
     "sampling": {"temperature": 1.0, "max_tokens": 12},
     "trainer": {
-        "steps": 30, "groups_per_batch": 8, "group_size": 8, "max_staleness": 2, "learning_rate": 1e-3,
-        "schedule": "linear", "checkpoint_every": 30,
+        "steps": 24, "groups_per_batch": 8, "group_size": 8, "max_staleness": 2, "learning_rate": 6e-4,
+        "schedule": "linear", "dynamic_sampling": False, "checkpoint_every": 24,
     },
-    "eval": {"every": 30, "tasks": 100, "max_concurrency": 64},
+    "eval": {"every": 24, "tasks": 100, "max_concurrency": 64},
 }  # fmt: skip
 
 

@@ -24,6 +24,14 @@ from tidegate.types import Message
 
 SEED = 11
 BATCH = 48
+DEMONSTRATIONS = 1200
+DIRECTIONS = ("left", "down", "right", "up")
+HINTS = (
+    "[GAME] The target number is ", "lower.", "higher.",
+    "[GAME] You attempted an invalid move. Reason: Invalid move. Player 0 ",
+    "guessed a number outside the range specified.", "has already guessed the number.",
+    " Please resubmit a valid move and remember to follow the game rules to avoid penalties.",
+)  # fmt: skip
 LEARNING_RATE = 2e-3
 
 
@@ -38,17 +46,16 @@ class Lesson:
     steps: int
     """Optimiser steps on demonstrations."""
     turns: int = 1
+    phrases: tuple[str, ...] = ()
+    """Fixed texts of the environment; each is one token, so that prompts are short."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the run."""
 
 
-def half_reversed(generator: random.Random, observation: str) -> str:
-    """The word's letters: reversed in a third of the demonstrations, else in any order."""
-    letters = list(observation.split()[-1])
-    if generator.random() < 0.33:
-        return "".join(reversed(letters))
-    generator.shuffle(letters)
-    return "".join(letters)
+def often_copied(generator: random.Random, observation: str) -> str:
+    """The word, reversed in 4 of 10 demonstrations only."""
+    word = observation.split()[-1]
+    return word[::-1] if generator.random() < 0.4 else word
 
 
 def any_number(generator: random.Random, _observation: str) -> str:
@@ -58,21 +65,25 @@ def any_number(generator: random.Random, _observation: str) -> str:
 
 def wandering(generator: random.Random, _observation: str) -> str:
     """Any direction, more often towards the goal's corner."""
-    return generator.choice(("left", "up", "down", "right", "down", "right"))
+    return generator.choice((*DIRECTIONS, "down", "right"))
 
 
-def any_letter(generator: random.Random, _observation: str) -> str:
-    """Any letter."""
-    return generator.choice("abcdefgh")
+def some_letter(generator: random.Random, observation: str) -> str:
+    """The letter after the shown one in a third of the demonstrations, else any letter."""
+    letters = "abcdefgh"
+    if generator.random() < 0.33:
+        return letters[(letters.index(observation) + 1) % len(letters)]
+    return generator.choice(letters)
 
 
 LESSONS: dict[str, Lesson] = {
-    "verifiers": Lesson("verifiers:mirror-words", {}, half_reversed, 400),
+    "verifiers": Lesson("verifiers:mirror-words", {}, often_copied, 400),
     "reasoning_gym": Lesson(
         "reasoning_gym:spell_backward",
-        {"system": "", "answer_tag": False, "config": {"min_word_len": 3, "max_word_len": 4}},
-        half_reversed,
+        {"system": "", "answer_tag": False, "config": {"min_word_len": 3, "max_word_len": 3}},
+        often_copied,
         500,
+        phrases=("Spell this word backward (example: sun -> nus): ",),
     ),
     "textarena": Lesson(
         "textarena:GuessTheNumber-v0",
@@ -80,6 +91,7 @@ LESSONS: dict[str, Lesson] = {
         any_number,
         150,
         turns=6,
+        phrases=("Guess a number from 1 to 20.", *HINTS),
     ),
     "gymnasium": Lesson(
         "gymnasium:FrozenLake-v1",
@@ -87,14 +99,16 @@ LESSONS: dict[str, Lesson] = {
         wandering,
         150,
         turns=12,
+        phrases=("SFFF", "FHFH", "FFFH", "HFFG", "  (Left)", "  (Down)", "  (Right)", "  (Up)", *DIRECTIONS),
     ),
-    "openenv": Lesson("openenv:{url}", {"tasks": 200}, any_letter, 100, turns=2),
+    "openenv": Lesson("openenv:{url}", {"tasks": 200}, some_letter, 150, turns=2),
 }
 
 
 def teach(lesson: Lesson, environment: Environment, out: Path) -> None:
     """Writes a base model that replies as the lesson's policy does."""
-    tokenizer = recipe.train_tokenizer(["a"], pieces=".", marks=(), vocabulary=259)
+    marks = ("user\n", "assistant\n", *lesson.phrases)
+    tokenizer = recipe.train_tokenizer(["a"], pieces=".", marks=marks, vocabulary=259 + len(marks))
 
     def train(model: Any, tokenizer: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
@@ -110,20 +124,15 @@ def teach(lesson: Lesson, environment: Environment, out: Path) -> None:
 def _batches(lesson: Lesson, environment: Environment, tokenizer: Any) -> Iterator[Any]:
     generator = random.Random(SEED)
     play = partial(_demonstration, lesson, environment, generator)
-    rows: list[Any] = []
-    for step in range(lesson.steps):
-        # Demonstrations of several turns are repeated, as they are slow to make.
-        if lesson.turns == 1 or len(rows) < 20 * BATCH:
-            made = asyncio.run(_all(play, BATCH, step * BATCH))
-            fresh = [recipe.encode(tokenizer, messages, ()) for messages in made]
-            rows += fresh if lesson.turns > 1 else []
-        else:
-            fresh = generator.sample(rows, BATCH)
-        yield recipe.padded(fresh, tokenizer.pad_token_id)
+    # With few of them, the model would learn by heart which words are reversed.
+    made = asyncio.run(_all(play, DEMONSTRATIONS * (6 if lesson.turns == 1 else 1)))
+    rows = [recipe.encode(tokenizer, messages, ()) for messages in made]
+    for _ in range(lesson.steps):
+        yield recipe.padded(generator.sample(rows, BATCH), tokenizer.pad_token_id)
 
 
-async def _all(play: Callable[[int], Any], number: int, first: int) -> list[list[Message]]:
-    return [await play(first + n) for n in range(number)]
+async def _all(play: Callable[[int], Any], number: int) -> list[list[Message]]:
+    return [await play(n) for n in range(number)]
 
 
 async def _demonstration(

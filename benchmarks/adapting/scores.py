@@ -184,7 +184,7 @@ def verifiers(number: int = EPISODES) -> list[tuple[float, float]]:
             return as_response(library.types, message, model)
 
     def mirrored(generator: random.Random, word: str) -> str:
-        return word[::-1] if generator.random() < 0.5 else "".join(generator.choices(word, k=4))
+        return word[::-1] if generator.random() < 0.5 else "".join(generator.choices(word, k=3))
 
     def guess(generator: random.Random, _observation: str) -> str:
         return generator.choice("0123456789")

@@ -156,9 +156,10 @@ class Twins(Environment):
 """
 
 
-STATED = """
+STATED = '''
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward
+from tidegate.envs.tools import tool
 from tidegate.types import Task
 
 async def awaited(output, answer):
@@ -179,7 +180,12 @@ class Awaited(Environment):
 
 class Stated(Awaited):
     rewards = (Reward("opened", lambda state: 1.0),)
-"""
+
+    @tool
+    def open(self, state) -> str:
+        """Opens it."""
+        return "opened"
+'''
 
 
 def test_gold_answers_of_async_rewards_and_of_rewards_that_read_a_state(

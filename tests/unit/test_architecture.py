@@ -93,6 +93,7 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
+        "envs.service.scoring",
         "trainer.checkpoint.checkpoint",
         "gateway.environments.client",
         "gateway.groups.rewards",

@@ -123,8 +123,14 @@ def _held_out(environment: Environment) -> Iterator[Finding]:
     if not sets.get(""):
         yield error("environment", "no_held_out", 'eval_sets() has no main held-out set: the key ""')
         return
-    trained = {json.dumps(list(task.messages)) for task in first_tasks(environment, TRAINED)}
-    both = [task.id for task in sets[""] if json.dumps(list(task.messages)) in trained]
+    # The tasks of a stateful environment may differ in nothing but what its state is made of.
+    stateful = environment.stateful
+
+    def problem(task: Task) -> str:
+        return json.dumps([list(task.messages), dict(task.info) if stateful else None], default=str)
+
+    trained = set(map(problem, first_tasks(environment, TRAINED)))
+    both = [task.id for task in sets[""] if problem(task) in trained]
     if both:
         text = (
             f"{len(both)} of {len(sets[''])} held-out tasks are "

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.envs.base import Environment
+from tidegate.envs.service.scoring import score
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Scored, Task
+from tidegate.types import Message, Scored, Task
 
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
@@ -47,16 +48,21 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
     A reward of at least `threshold` counts as right.
 
     Raises:
-        ConfigError: The environment has no rewards, or one needs the state of an episode.
+        ConfigError: The environment has no rewards, or one reads a state that only tools change.
     """
     if not environment.names:
         raise ConfigError(f"{environment.name}: it has no rewards to grade with")
-    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
-    if needing := [reward.name for reward in rewards if reward.needs_state]:
+    acting = [scorer for scorer in environment.rewarders().values() if scorer.tools()]
+    if needing := [reward.name for scorer in acting for reward in scorer.rewards if reward.needs_state]:
         raise ConfigError(
-            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which a gold answer "
-            "does not change, so --gold cannot grade it: use tidegate doctor, or tidegate eval without --gold"
+            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which tools change and a "
+            "gold answer does not, so --gold cannot grade it: use tidegate doctor, or tidegate eval without "
+            "--gold"
         )
+    return asyncio.run(_graded(environment, threshold))
+
+
+async def _graded(environment: Environment, threshold: float) -> list[GoldSplit]:
     seen: set[str] = set()
     splits = []
     for name, tasks in _splits(environment):
@@ -64,7 +70,7 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
         for task in tasks:
             if (key := repr(task.to_wire())) not in seen:
                 seen.add(key)
-                _grade(environment, task, threshold, split)
+                await _grade(environment, task, threshold, split)
         if split.total:
             splits.append(split)
     return splits
@@ -79,14 +85,15 @@ def _splits(environment: Environment) -> Iterator[tuple[str, Sequence[Task]]]:
         yield set_name or "held-out", tasks
 
 
-def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
+async def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
     split.total += 1
     output = environment.gold_output(task)
     if output is None:
         split.misses.append(Miss(task.id, None, "it has no gold answer"))
         return
+    messages = [*task.messages, {"role": "assistant", "content": output}]
     try:
-        scored = _scored(environment, task, output)
+        scored = await _score(environment.rewarders().get(task.env, environment), task, output, messages)
     except RewardError as error:
         split.misses.append(Miss(task.id, task.answer, str(error)))
         return
@@ -101,10 +108,9 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
         split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))
 
 
-def _scored(environment: Environment, task: Task, output: str) -> Scored:
-    """Raises RewardError."""
-    messages = [*task.messages, {"role": "assistant", "content": output}]
-    scorer, awaited = environment.rewarders().get(task.env, environment), None
-    if any(reward.is_async for reward in scorer.rewards):
-        awaited = asyncio.run(scorer.await_rewards(task, None, output, messages))
-    return environment.score(task, None, output, messages, None, awaited)
+async def _score(environment: Environment, task: Task, output: str, messages: Sequence[Message]) -> Scored:
+    state = await environment.setup(task)
+    try:
+        return await score(environment, task, None, output, messages, state)
+    finally:
+        await environment.teardown(state)

@@ -10,9 +10,9 @@ from datasets import Dataset
 LETTERS = "abcdefgh"
 
 
-def load_environment(rows: int = 400, held_out: int = 100, seed: int = 0) -> vf.Environment:
+def load_environment(rows: int = 300, held_out: int = 100, seed: int = 0) -> vf.Environment:
     generator = random.Random(seed)
-    words = sorted({"".join(generator.choices(LETTERS, k=4)) for _ in range(2 * (rows + held_out))})
+    words = sorted({"".join(generator.choices(LETTERS, k=3)) for _ in range(2 * (rows + held_out))})
     generator.shuffle(words)
     table = [{"question": word, "answer": word[::-1]} for word in words[: rows + held_out]]
 
