@@ -76,6 +76,8 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "envs.service.episodes",
+        "envs.service.scoring",
         "gateway.rendering.conformance",
         "gateway.client",
         "gateway.engines.protocol",
@@ -91,6 +93,7 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
+        "envs.service.scoring",
         "trainer.checkpoint.checkpoint",
         "gateway.environments.client",
         "gateway.groups.rewards",

@@ -17,6 +17,7 @@ from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
 from tidegate.doctor.sandbox import check_sandbox
+from tidegate.doctor.states import check_states
 from tidegate.doctor.template import QUESTION
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
@@ -55,10 +56,17 @@ class Examination:
             self._skip("rewards", "the environment has an error")
             environment = None
         if environment is not None:
-            self._report(await asyncio.to_thread(check_rewards, environment))
+            await self._try_environment(environment)
         async with contextlib.AsyncExitStack() as stack:
             await self._with_processes(stack, renderer, environment)
         return self.findings
+
+    async def _try_environment(self, environment: Environment) -> None:
+        timeout_s = self.settings.env.call_timeout_s
+        if self._report(await asyncio.to_thread(check_states, environment, timeout_s)):
+            self._report(await asyncio.to_thread(check_rewards, environment))
+        else:
+            self._skip("rewards", "the environment's state has an error")
 
     def _report(self, findings: Sequence[Finding]) -> bool:
         """Reports findings; returns whether none of them is an error."""

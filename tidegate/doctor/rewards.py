@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import numpy as np
 from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.doctor.timeout import within
-from tidegate.envs.base import Environment
+from tidegate.envs.base import Environment, state_rewards
+from tidegate.envs.service import scoring
+from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.errors import RewardError
 from tidegate.tracebacks import where
 from tidegate.types import Outcome, Task, Trajectory, Turn, VersionSpan
@@ -44,6 +47,14 @@ def check_rewards(environment: Environment) -> list[Finding]:
         return [note("rewards", "agent_rewards", why)]
     tasks = first_tasks(environment, TASKS)
     try:
+        if names := state_rewards(environment):
+            for output in GARBAGE:
+                score(environment, tasks[0], output)
+            why = (
+                f"{', '.join(names)}: they read the episode's state, which only an agent's actions change; "
+                "tried on garbage without actions"
+            )
+            return [note("rewards", "state_rewards", why)]
         known = [gold for task in tasks if (gold := _gold(environment, task)) is not None]
         if len(known) < len(tasks):
             for output in GARBAGE:
@@ -113,16 +124,28 @@ def score(environment: Environment, task: Task, output: str) -> float:
     )
     scorer = environment.rewarders()[task.env]
     try:
-        return within(SCORE_S, lambda: scorer.score(task, trajectory, output, messages)).reward
+        return within(SCORE_S, lambda: asyncio.run(_scored(scorer, task, trajectory)))
     except TimeoutError:
         text, code = f"your reward took longer than {SCORE_S:g} s {on}", "reward_hung"
     except RewardError as failure:
         code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
         text = f"your reward failed {on}: {failure}"
-    except Exception as failure:  # noqa: BLE001 - an environment's own score() may raise anything
-        text = f"your reward raised {type(failure).__name__} {on}: {failure}{where(failure)}"
-        code = "reward_raised"
+    except EpisodeError as failure:
+        text, code = f"no reward {on}: {failure}", "state_failed"
     raise Fault(error("rewards", code, text))
+
+
+async def _scored(scorer: Environment, task: Task, trajectory: Trajectory) -> float:
+    """Returns the reward, with a state of its own if the environment has one."""
+    output, messages = trajectory.output, trajectory.messages
+    if not scorer.stateful:
+        return (await scoring.score(scorer, task, trajectory, output, messages)).reward
+    episode = Episode(scorer, task)
+    await episode.setup()
+    try:
+        return (await scoring.score(scorer, task, trajectory, output, messages, episode.state)).reward
+    finally:
+        await episode.teardown()
 
 
 def _turn() -> Turn:

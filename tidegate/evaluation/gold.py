@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.envs.base import Environment
+from tidegate.envs.base import Environment, state_rewards
+from tidegate.envs.service.scoring import score
 from tidegate.errors import ConfigError, RewardError
 from tidegate.types import Task
 
@@ -40,13 +41,19 @@ class GoldSplit:
         return self.total - len(self.misses)
 
 
-def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
+async def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
     """Grades every gold answer of every split; an identical task in two splits counts in the first one.
 
-    A reward of at least `threshold` counts as right. Raises ConfigError if the environment has no rewards.
+    A reward of at least `threshold` counts as right. Raises ConfigError if the environment has no rewards, or
+    one that reads the episode's state.
     """
     if not environment.names:
         raise ConfigError(f"{environment.name}: it has no rewards to grade with")
+    if named := state_rewards(environment):
+        raise ConfigError(
+            f"{environment.name}: the reward {named[0]!r} reads the episode's state, which only an agent's "
+            "actions change; a gold answer has no actions, so --gold cannot grade it. tidegate doctor can"
+        )
     seen: set[str] = set()
     splits = []
     for name, tasks in _splits(environment):
@@ -54,7 +61,7 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
         for task in tasks:
             if (key := repr(task.to_wire())) not in seen:
                 seen.add(key)
-                _grade(environment, task, threshold, split)
+                await _grade(environment, task, threshold, split)
         if split.total:
             splits.append(split)
     return splits
@@ -69,7 +76,7 @@ def _splits(environment: Environment) -> Iterator[tuple[str, Sequence[Task]]]:
         yield set_name or "held-out", tasks
 
 
-def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
+async def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
     split.total += 1
     output = environment.gold_output(task)
     if output is None:
@@ -77,7 +84,7 @@ def _grade(environment: Environment, task: Task, threshold: float, split: GoldSp
         return
     messages = [*task.messages, {"role": "assistant", "content": output}]
     try:
-        scored = environment.score(task, None, output, messages)
+        scored = await score(environment.rewarders().get(task.env, environment), task, None, output, messages)
     except RewardError as error:
         split.misses.append(Miss(task.id, task.answer, str(error)))
         return
