@@ -25,9 +25,10 @@ def typed(*words: str, cwd: Path, timeout_s: float) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    typed("tidegate", "init", "mine", cwd=tmp_path, timeout_s=60)
+@pytest.fixture(params=["stateless", "stateful"])
+def project(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    flags = ["--stateful"] if request.param == "stateful" else []
+    typed("tidegate", "init", "mine", *flags, cwd=tmp_path, timeout_s=60)
     return tmp_path / "mine"
 
 
