@@ -35,15 +35,18 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 GOALS = {
     "calculator": [("after", 0.90)],
     "search": [("after", 0.80), ("after_greedy", 0.90)],
+    "service": [("after", 0.80)],
 }
 """Demo → minimum reward of its seeded run."""
+CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml"}
+"""Settings files of the demos that need no service beside the run."""
 
 
 @contextlib.contextmanager
 def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
     """Settings file of a demo, and overrides for the services that run inside the block."""
-    if name == "calculator":
-        yield EXAMPLES / "demo" / "config.toml", []
+    if name in CONFIGS:
+        yield EXAMPLES / CONFIGS[name], []
         return
     sys.path.append(str(EXAMPLES / "demo_search"))  # starts the server as `make demo-search` does
     from demo import CONFIG, served_worlds, told

@@ -1,175 +1,143 @@
-"""Measures rewards: many at a time, rewards that compute, and one that holds the interpreter's lock.
+"""Measures rewards that are slow, that compute, and that hold the interpreter's lock.
 
-Real gateway processes with `--env.use`, a stand-in engine, one load generator. 128 sessions finish together,
-each with a reward of 0.5 s, under a timeout of 2 s. 32 rewards that compute are timed with one and with two
-worker processes. Then SESSIONS sessions run turns for a while, first alone, then while another session's
-reward holds the interpreter's lock for 30 s; medians of the rounds.
+- REWARDS rewards of 0.5 s with a deadline of 2 s: time in the queue must not count.
+- Rewards that compute, in one worker process and in two.
+- A reward that holds the interpreter's lock until its deadline of 30 s, while 32 other sessions make turns
+  through `tidegate gateway`: p99 of the turns meanwhile minus p99 of the turns before, in one run.
 
-    python benchmarks/rewards.py [--json] [--rounds 3]
+    python benchmarks/rewards.py [--json]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from acting import TASK
 from common import Check, report
-from gateway import Access, make_model
+from gateway import Bench, make_model
+from openai import AsyncOpenAI
 from turns.material import write_replies
 from turns.systems import Loader, Processes, System
 
-from tidegate.gateway.client import GatewayClient, SessionAccess, SessionSummary
+from tidegate.errors import RewardError
+from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.types import Outcome, Sampling
+from tidegate.types import Outcome, Task, Trajectory
 
-MANY, SLEEP_S, TIMEOUT_S = 128, 0.5, 2.0
-COMPUTING, SQUARES = 32, 5_000_000
-SESSIONS, ALONE_S, PACE_S = 64, 12.0, 0.5
-LOCK_S, LOCKED_S = 30, 24.0
-SETTLE_S = 2.0
-"""Time in which a reward has begun to hold the lock."""
+ENVIRONMENT = f"--env.use={Path(__file__).with_name('acting_rewards.py')}:Acting"
+TASK = Task("t", "acting", [{"role": "user", "content": "?"}])
+REWARDS, REWARD_S, DEADLINE_S = 128, 0.5, 2.0
+COMPUTING, SUMMANDS = 16, 5_000_000
+SESSIONS, PACE_S, TURNS_S, LOCK_S = 32, 0.5, 25.0, 30.0
 
 
-class Bench:
-    """Sessions of one gateway."""
-
-    def __init__(self, system: System, loader: Loader) -> None:
-        self.system = system
-        self._loader = loader
-
-    def open(self, count: int) -> list[SessionAccess]:
-        """Opens sessions of the environment, and runs a turn in each."""
-        opened = asyncio.run(self._open(count))
-        done = self._loader.turns(self.system, [access_of(one) for one in opened], 1, concurrency=SESSIONS)
-        if done["errors"]:
-            raise RuntimeError(f"{done['errors']} turns failed, first: {done['error']}")
-        return opened
-
-    async def _open(self, count: int) -> list[SessionAccess]:
-        async with GatewayClient(self.system.url) as client:
-            sampling = Sampling(max_tokens=256)
-            opening = (
-                client.open_session(task=TASK, sampling=sampling, deadline_s=3600) for _ in range(count)
-            )
-            return list(await asyncio.gather(*opening))
-
-    def finish(self, sessions: list[SessionAccess], output: str) -> tuple[list[SessionSummary], float]:
-        """Finishes sessions together; returns their summaries, and the seconds until all were rewarded."""
-
-        async def run() -> list[SessionSummary]:
-            async with GatewayClient(self.system.url) as client:
-                calls = (client.finish(one.session_id, output=output, timeout_s=300.0) for one in sessions)
-                return list(await asyncio.gather(*calls))
-
+async def scored(arguments: Sequence[str], outputs: Sequence[str]) -> dict[str, Any]:
+    """Scores outputs at the same time in an environment service; returns the time and the failures."""
+    environments = OwnedEnvironments([ENVIRONMENT, *arguments], {"options": {}})
+    await environments.start()
+    try:
         began = time.perf_counter()
-        return asyncio.run(run()), time.perf_counter() - began
-
-    def paced_turns(self, sessions: list[SessionAccess], seconds: float) -> dict[str, Any]:
-        """Runs a turn in each session every PACE_S seconds."""
-        job = {
-            "kind": "turns", "url": self.system.url, "sessions": [access_of(one) for one in sessions],
-            "for_s": seconds, "every_s": PACE_S, "stream": False, "concurrency": len(sessions),
-        }  # fmt: skip
-        done = self._loader.ask(job)
-        if done["errors"]:
-            raise RuntimeError(f"{done['errors']} turns failed, first: {done['error']}")
-        return done
-
-
-def access_of(session: SessionAccess) -> Access:
-    path = "/" + session.base_url.split("/", 3)[3] + "/chat/completions"
-    return session.session_id, path, session.api_key
+        results = await asyncio.gather(
+            *(environments.score(f"e{n}", TASK, _trajectory(n, text)) for n, text in enumerate(outputs)),
+            return_exceptions=True,
+        )
+        seconds = time.perf_counter() - began
+    finally:
+        await environments.close()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if unexpected := [error for error in errors if not isinstance(error, RewardError)]:
+        raise unexpected[0]
+    return {"rewards": len(results), "seconds": seconds, "failed": len(errors)}
 
 
-def failed(summaries: list[SessionSummary]) -> int:
-    return sum(one.outcome is not Outcome.COMPLETED or one.reward != 1.0 for one in summaries)
+def _trajectory(number: int, output: str) -> Trajectory:
+    return Trajectory(f"e{number}", "t", "acting", "train", Outcome.COMPLETED, [], output=output)
 
 
-def queued(bench: Bench) -> dict[str, Any]:
-    """More rewards at a time than a worker computes: those that wait are not late."""
-    summaries, seconds = bench.finish(bench.open(MANY), f"sleep {SLEEP_S}")
-    return {"what": f"{MANY} rewards of {SLEEP_S} s", "failed": failed(summaries), "seconds": seconds}
+def computing(workers: int) -> float:
+    """Seconds of COMPUTING rewards that compute."""
+    done = asyncio.run(scored([f"--env.workers={workers}"], [f"work {SUMMANDS}"] * COMPUTING))
+    if done["failed"]:
+        raise RuntimeError(f"{done['failed']} of {COMPUTING} rewards failed")
+    return float(done["seconds"])
 
 
-def computed(benches: dict[int, Bench], rounds: int) -> dict[str, Any]:
-    """The same computations with each number of workers, interleaved."""
-    took: dict[int, list[float]] = {workers: [] for workers in benches}
-    failures = 0
-    for _ in range(rounds):
-        for workers, bench in benches.items():
-            summaries, seconds = bench.finish(bench.open(COMPUTING), f"compute {SQUARES}")
-            failures += failed(summaries)
-            took[workers].append(seconds)
-    pairs = zip(took[1], took[2], strict=True)
+def lock_delay(bench: Bench, loader: Loader, system: System) -> dict[str, Any]:
+    """Turns of SESSIONS sessions before a reward holds the lock, and meanwhile."""
+    before = paced_turns(bench, loader, system)
+    with ThreadPoolExecutor(1) as pool:
+        locking = pool.submit(lambda: asyncio.run(finish_with_lock(system)))
+        time.sleep(1.0)  # the reward begins
+        during = paced_turns(bench, loader, system)
+        if locking.done():
+            raise RuntimeError(f"the reward ended before the turns did: {locking.result()}")
+        ended = locking.result()
+    if ended.reward is not None:
+        raise RuntimeError(f"the reward that holds the lock returned {ended.reward}")
     return {
-        "what": f"{COMPUTING} rewards that compute",
-        **{f"seconds_{workers}_workers": statistics.median(seconds) for workers, seconds in took.items()},
-        "speedup": statistics.median(one / two for one, two in pairs),
-        "failed": failures,
+        "turns": during["turns"],
+        "p50_ms_before": before["p50_ms"],
+        "p50_ms_during": during["p50_ms"],
+        "p99_ms_before": before["p99_ms"],
+        "p99_ms_during": during["p99_ms"],
+        "lock_delay_ms_p99": during["p99_ms"] - before["p99_ms"],
     }
 
 
-def locked(bench: Bench, rounds: int) -> dict[str, Any]:
-    """How much longer turns take while a reward of another session holds the interpreter's lock."""
-    alone, beside, failures = [], [], 0
-    sessions = bench.open(SESSIONS)
-    for _ in range(rounds):
-        alone.append(bench.paced_turns(sessions, ALONE_S)["p99_ms"])
-        holder = bench.open(1)
-        with ThreadPoolExecutor(1) as pool:
-            holding = pool.submit(bench.finish, holder, f"lock {LOCK_S}")
-            time.sleep(SETTLE_S)
-            beside.append(bench.paced_turns(sessions, LOCKED_S)["p99_ms"])
-            if holding.done():
-                raise RuntimeError("the reward ended before the turns did")
-            summaries, seconds = holding.result()
-            failures += failed(summaries)
-        if seconds < LOCK_S:
-            raise RuntimeError(f"the lock was held for {seconds:.1f} s, not {LOCK_S} s")
-    return {
-        "what": f"a reward that holds the lock for {LOCK_S} s",
-        "p99_ms_alone": statistics.median(alone),
-        "p99_ms_beside_it": statistics.median(beside),
-        "lock_delay_ms_p99": statistics.median(b - a for a, b in zip(alone, beside, strict=True)),
-        "failed": failures,
-    }
+def paced_turns(bench: Bench, loader: Loader, system: System) -> dict[str, Any]:
+    """Runs a turn every PACE_S seconds in each of SESSIONS new sessions, for TURNS_S seconds."""
+    sessions = bench.open(system, SESSIONS)
+    bench.turns(system, sessions, 1)  # first prompts are rendered in full; sent together they would queue
+    job = {"kind": "turns", "url": system.url, "sessions": sessions, "concurrency": SESSIONS}
+    done = loader.ask({**job, "for_s": TURNS_S, "every_s": PACE_S, "stream": False})
+    if done["errors"]:
+        raise RuntimeError(f"{done['errors']} calls failed, first: {done['error']}")
+    return done
 
 
-def measure(directory: Path, processes: Processes, rounds: int) -> list[dict[str, Any]]:
+async def finish_with_lock(system: System) -> SessionSummary:
+    """Ends a session whose reward holds the interpreter's lock; returns after its deadline."""
+    async with GatewayClient(system.url) as client:
+        access = await client.open_session(task=TASK, deadline_s=600)
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as llm:
+            await llm.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        return await client.finish(access.session_id, output="lock", outcome=Outcome.COMPLETED)
+
+
+def measure(directory: Path, processes: Processes) -> tuple[list[dict[str, Any]], list[Check]]:
+    slow = asyncio.run(scored([f"--env.reward_timeout_s={DEADLINE_S:g}"], [f"sleep {REWARD_S:g}"] * REWARDS))
+    one, two = computing(1), computing(2)
     model = make_model(directory / "model")
     write_replies(directory / "replies.json", Renderer.load(model))
     engine, loader = processes.engine(directory / "replies.json"), processes.load()
-
-    def bench(workers: int, *arguments: str) -> Bench:
-        settings = ["--env.use=acting.py:Acting", f"--env.workers={workers}", *arguments]
-        return Bench(processes.tidegate(engine, model, *settings), loader)
-
-    rows = [queued(bench(1, f"--env.reward_timeout_s={TIMEOUT_S}"))]
-    benches = {workers: bench(workers) for workers in (1, 2)}
-    return [*rows, computed(benches, rounds), locked(benches[1], rounds)]
+    system = processes.tidegate(engine, model, [ENVIRONMENT, f"--env.reward_timeout_s={LOCK_S:g}"])
+    locked = lock_delay(Bench(loader), loader, system)
+    rows = [
+        {"what": f"rewards of {REWARD_S:g} s, deadline {DEADLINE_S:g} s", **slow},
+        {"what": "rewards that compute", "s_1_worker": one, "s_2_workers": two, "speed_up": one / two},
+        {"what": "a reward that holds the lock", **locked},
+    ]
+    checks = [
+        Check("failed", slow["failed"], "==", 0),
+        Check("lock_delay_ms_p99", locked["lock_delay_ms_p99"], "<=", 50),
+    ]
+    return rows, checks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, Processes(Path(name)) as processes:
-        rows = measure(Path(name), processes, arguments.rounds)
-    checks = [
-        Check("failed", rows[0]["failed"], "==", 0),
-        Check("failed_computing", rows[1]["failed"], "==", 0),
-        Check("lock_delay_ms_p99", rows[2]["lock_delay_ms_p99"], "<=", 50),
-        Check("failed_holding_the_lock", rows[2]["failed"], "==", 0),
-    ]
+        rows, checks = measure(Path(name), processes)
     return report(rows, checks, as_json=arguments.json)
 
 

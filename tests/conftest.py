@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 import certifi
 import pytest
@@ -31,3 +32,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+
+
+@pytest.fixture(autouse=True)
+def _own_umask() -> Iterator[None]:
+    """Commands that a test runs in this process shield it, which changes the umask of later tests."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)

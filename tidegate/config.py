@@ -60,7 +60,8 @@ class AgentSettings(SettingsSection):
     deadline_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of an attempt, including its set-up; rewards have `env.reward_timeout_s`."""
     max_concurrency: Annotated[int, Field(ge=1)] = 128
-    """Episodes that run at the same time; a group starts only if all of its episodes fit."""
+    """Episodes that run at the same time. A group starts only if all of its episodes fit; a larger one runs
+    alone."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Agent processes, which share the attempts."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
@@ -129,7 +130,7 @@ class TrainerSettings(SettingsSection):
     """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
     gloo). The files are written in either case, for engines that restart."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Attempts of one slot before its group is partial or failed and its task is quarantined."""
+    """Failures of one slot, other than `infra_error`, before it is given up and its task quarantined."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """Times that a task is issued again after its group became stale, before another task replaces it."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6

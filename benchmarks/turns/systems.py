@@ -122,11 +122,11 @@ class Processes:
         command = [sys.executable, "-m", "turns.forwarder", engine.url]
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")
 
-    def tidegate(self, engine: System, model: Path, *arguments: str) -> System:
+    def tidegate(self, engine: System, model: Path, settings: Sequence[str] = ()) -> System:
         """Starts the gateway with its journal on disk."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model)]
         command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
-        command += ["--engine.urls", engine.url, "--gateway.port=0", *arguments, "--announce"]
+        command += ["--engine.urls", engine.url, "--gateway.port=0", *settings, "--announce"]
         return self._announced("tidegate", command, "/s/{session}/v1/chat/completions")
 
     def rllm(self, python: Path, engine: System, *, tuned: bool) -> System:

@@ -18,7 +18,7 @@ from examples.bases.episodes import TOOL_CALL, continuations, load
 from examples.service_base.make import MOST_TURNS
 from tidegate.envs.base import Done
 from tidegate.envs.customer_service.customer_service import CustomerService, ServiceEpisode
-from tidegate.envs.customer_service.scenario import Scenario
+from tidegate.envs.customer_service.scenario import UserScenario
 from tidegate.envs.tools import Tool, ToolError
 from tidegate.types import Task
 
@@ -90,7 +90,7 @@ def run(model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool) -> list
     return every
 
 
-def kind_of(scenario: Scenario) -> str:
+def kind_of(scenario: UserScenario) -> str:
     """The kind of a scenario, for the table of results."""
     if len(scenario.wishes) > 1:
         return "two wishes"

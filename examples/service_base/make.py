@@ -24,14 +24,15 @@ from examples.bases import recipe
 from examples.service_base.clerk import Clerk, Mistakes
 from tidegate.envs.base import Done
 from tidegate.envs.customer_service.customer_service import CustomerService
+from tidegate.envs.customer_service.scenario import make_scenario
 from tidegate.envs.names import SYLLABLES
 from tidegate.envs.tools import Tool, ToolError
 from tidegate.types import Task
 
 SEED = 17
 BATCH = 32
-STAGES = (("turns", 240), ("bare", 120), ("whole", 60))
-"""Training stages with their steps: single replies to the two messages before them; conversations without the
+STAGES = (("copies", 320), ("bare", 140), ("whole", 60))
+"""Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
 policy's text, which is the longest message and always the same; whole conversations."""
 SORTED = 4
 """Batches among which conversations are sorted by length, so that there is little padding."""
@@ -117,36 +118,44 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any, *, last_only: bool = False
+    tokenizer: PreTrainedTokenizerFast, messages: list[Any], tools: Any
 ) -> tuple[list[int], list[int]]:
-    """Ids of a conversation, and a mask of the agent's tokens: those of all replies, or of the last one.
-
-    The result equals that of `recipe.encode`, but the conversation is rendered once.
-    """
+    """Ids of a conversation, and a mask of the agent's tokens: as `recipe.encode`, but rendered once."""
     ids = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
     begin = tokenizer.encode("<|im_start|>assistant\n")
     end = tokenizer.eos_token_id
     ids = ids[: len(ids) - ids[::-1].index(end)]
     mask, inside = [], False
     for at, one in enumerate(ids):
-        if ids[max(0, at - len(begin)) : at] == begin:
-            inside = True
-            mask = [0] * at if last_only else mask
+        inside = inside or ids[max(0, at - len(begin)) : at] == begin
         mask.append(int(inside))
         inside = inside and one != end
     return ids, mask
 
 
-def fragment(messages: list[Any], stage: str, rng: random.Random) -> list[Any]:
-    """The part of a conversation that a stage trains on."""
-    if stage == "whole":
-        return messages
-    if stage == "bare":
-        return messages[1:]
-    calls = [at for at, one in enumerate(messages) if one.get("tool_calls")]
-    at = rng.choice(calls or [2])
-    first = [1] if at > 4 else []
-    return [messages[n] for n in (*first, *range(max(1, at - 3), at + 1))]
+def copies(rng: random.Random) -> list[dict[str, Any]]:
+    """A customer's data in random order, and one reply with a call of each tool that takes them."""
+    scenario = make_scenario(SEED, "train", rng.randrange(10_000_000))
+    number = next(key for key, one in scenario.database.customers.items() if one.name == scenario.name)
+    order, other = rng.sample(list(scenario.database.orders), 2)
+    address, item = scenario.database.orders[other].address, rng.choice(list(scenario.database.stock))
+    wishes = (f"send order {order} to {address}", f"exchange order {order} for a {item}")
+    read = [
+        {"role": "user", "content": f"I am {scenario.name}, zip code {scenario.zip_code}."},
+        {"role": "tool", "content": f"customer {number}"},
+        {"role": "user", "content": f"Please {wishes[0]}. Thanks. And please {wishes[1]}."},
+    ]
+    calls = [
+        ("find_customer", {"name": scenario.name, "zip": scenario.zip_code}),
+        ("find_order", {"customer": number, "order": order}),
+        ("find_item", {"item": item}),
+        ("exchange_order", {"order": order, "item": item}),
+        ("readdress_order", {"order": order, "address": address}),
+    ]
+    rng.shuffle(read)
+    rng.shuffle(calls)
+    made = [{"function": {"name": name, "arguments": json.dumps(one)}} for name, one in calls]
+    return [*read, {"role": "assistant", "content": "", "tool_calls": made}]
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -157,8 +166,11 @@ def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[
     for stage, steps in STAGES:
         tools = schemas if stage == "whole" else None
         for _ in range(max(1, round(steps * scale / SORTED))):
-            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH * SORTED)]
-            rows = [encode(tokenizer, part, tools, last_only=stage == "turns") for part in parts]
+            if stage == "copies":
+                parts = [copies(rng) for _ in range(BATCH * SORTED)]
+            else:
+                parts = [next(endless)[stage == "bare" :] for _ in range(BATCH * SORTED)]
+            rows = [encode(tokenizer, part, tools) for part in parts]
             rows.sort(key=lambda row: len(row[0]))
             starts = list(range(0, len(rows), BATCH))
             rng.shuffle(starts)

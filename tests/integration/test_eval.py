@@ -19,6 +19,7 @@ from tests import REPO
 from tests.gsm8k_data import GSM8K, needs_gsm8k
 from tests.scripted_llm import scripted_llm
 from tidegate.cli import main
+from tidegate.errors import ConfigError
 
 TINY = REPO / "examples" / "tiny_base" / "model"
 
@@ -153,6 +154,43 @@ class Twins(Environment):
     def eval_sets(self):
         return {"": tasks("held out", 2), "again": tasks("train", 3), "twice": tasks("a", 2) + tasks("b", 1)}
 """
+
+
+STATED = """
+from tidegate.envs.base import Environment
+from tidegate.envs.rewards import Reward
+from tidegate.types import Task
+
+async def awaited(output, answer):
+    return float(output == answer)
+
+class Awaited(Environment):
+    name = "awaited"
+    rewards = (Reward("said", awaited),)
+
+    def train_size(self):
+        return 1
+
+    def train_task(self, index):
+        return Task("t", self.name, [{"role": "user", "content": "?"}], "7")
+
+    def eval_sets(self):
+        return {"": [Task("h", self.name, [{"role": "user", "content": "!"}], "8")]}
+
+class Stated(Awaited):
+    rewards = (Reward("opened", lambda state: 1.0),)
+"""
+
+
+def test_gold_answers_of_async_rewards_and_of_rewards_that_read_a_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "stated.py"
+    file.write_text(STATED)
+    assert main(["eval", "--env.use", f"{file}:Awaited", "--gold"]) == 0
+    assert "2 of 2" in capsys.readouterr().out
+    assert main(["eval", "--env.use", f"{file}:Stated", "--gold"]) == ConfigError.exit_code
+    assert "the reward 'opened' reads an episode's state" in " ".join(capsys.readouterr().err.split())
 
 
 def test_tasks_that_share_an_id_alone_are_graded_each(

@@ -93,7 +93,6 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
-        "envs.service.scoring",
         "trainer.checkpoint.checkpoint",
         "gateway.environments.client",
         "gateway.groups.rewards",

@@ -11,9 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.search_base import make as search_base
+from examples.service_base import make as service_base
 from examples.tiny_base import make as tiny_base
 
-RECIPES = [pytest.param(tiny_base, id="tiny_base"), pytest.param(search_base, id="search_base")]
+RECIPES = [
+    pytest.param(tiny_base, id="tiny_base"),
+    pytest.param(search_base, id="search_base"),
+    pytest.param(service_base, id="service_base"),
+]
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 
 

@@ -83,8 +83,8 @@ def test_a_project_with_a_stateful_environment(tmp_path: Path, monkeypatch: pyte
     environment = load_environment(settings.env.use, settings.env.options)
     assert environment.stateful
     assert [tool.name for tool in environment.tools()] == ["calculator", "undo"]
-    assert codes(check_states(environment, 20.0)) == []
-    assert codes(check_rewards(environment)) == ["state_rewards"]
+    assert codes(check_states(environment)) == []
+    assert codes(check_rewards(environment)) == ["reads_state"]
 
 
 def codes(findings: Sequence[Finding]) -> list[str]:

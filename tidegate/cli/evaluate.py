@@ -63,14 +63,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _gold(arguments: argparse.Namespace, settings: Settings) -> int:
-    import asyncio
-
     from tidegate.envs.base import load_environment
     from tidegate.evaluation.gold import grade_gold
     from tidegate.evaluation.report import gold_lines, gold_results
 
     environment = load_environment(settings.env.use, settings.env.options)
-    splits = asyncio.run(grade_gold(environment, arguments.threshold))
+    splits = grade_gold(environment, arguments.threshold)
     if arguments.json:
         print(json.dumps(gold_results(settings.env.model_dump(), splits), default=str))
     else:

@@ -56,17 +56,14 @@ class Examination:
             self._skip("rewards", "the environment has an error")
             environment = None
         if environment is not None:
-            await self._try_environment(environment)
+            if self._report(await asyncio.to_thread(check_states, environment)):
+                self._report(await asyncio.to_thread(check_rewards, environment))
+            else:
+                self._skip("rewards", "the environment's states have an error")
+                environment = None
         async with contextlib.AsyncExitStack() as stack:
             await self._with_processes(stack, renderer, environment)
         return self.findings
-
-    async def _try_environment(self, environment: Environment) -> None:
-        timeout_s = self.settings.env.call_timeout_s
-        if self._report(await asyncio.to_thread(check_states, environment, timeout_s)):
-            self._report(await asyncio.to_thread(check_rewards, environment))
-        else:
-            self._skip("rewards", "the environment's state has an error")
 
     def _report(self, findings: Sequence[Finding]) -> bool:
         """Reports findings; returns whether none of them is an error."""

@@ -12,12 +12,12 @@ import numpy as np
 from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.doctor.timeout import within
-from tidegate.envs.base import Environment, state_rewards
+from tidegate.envs.base import Environment
 from tidegate.envs.service import scoring
 from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.errors import RewardError
 from tidegate.tracebacks import where
-from tidegate.types import Outcome, Task, Trajectory, Turn, VersionSpan
+from tidegate.types import Outcome, Scored, Task, Trajectory, Turn, VersionSpan
 
 SCORE_S = 10.0
 GARBAGE = ("", "I do not know.")
@@ -47,14 +47,6 @@ def check_rewards(environment: Environment) -> list[Finding]:
         return [note("rewards", "agent_rewards", why)]
     tasks = first_tasks(environment, TASKS)
     try:
-        if names := state_rewards(environment):
-            for output in GARBAGE:
-                score(environment, tasks[0], output)
-            why = (
-                f"{', '.join(names)}: they read the episode's state, which only an agent's actions change; "
-                "tried on garbage without actions"
-            )
-            return [note("rewards", "state_rewards", why)]
         known = [gold for task in tasks if (gold := _gold(environment, task)) is not None]
         if len(known) < len(tasks):
             for output in GARBAGE:
@@ -64,7 +56,11 @@ def check_rewards(environment: Environment) -> list[Finding]:
         graded = [_grade(environment, task, gold, known) for task, gold in zip(tasks, known, strict=True)]
     except Fault as fault:
         return [fault.finding]
-    return [_verdict(graded, _reads_trajectory(environment))]
+    verdict = _verdict(graded, _reads_trajectory(environment))
+    if verdict.level is not Level.OK and _reads_state(environment):
+        why = "rewards read the state, which only an episode changes; they were tried on that of setup()"
+        return [note("rewards", "reads_state", why)]
+    return [verdict]
 
 
 def _gold(environment: Environment, task: Task) -> str | None:
@@ -115,8 +111,13 @@ def _reads_trajectory(environment: Environment) -> bool:
     return any("trajectory" in inspect.signature(reward.fn).parameters for reward in rewards)
 
 
+def _reads_state(environment: Environment) -> bool:
+    return any(reward.needs_state for scorer in environment.rewarders().values() for reward in scorer.rewards)
+
+
 def score(environment: Environment, task: Task, output: str) -> float:
-    """Returns the reward of an output; raises Fault if it raises, hangs, or is not a finite number."""
+    """Returns the reward of an output, with a new state; raises Fault if it raises, hangs, or is not a finite
+    number."""
     on = f"on the output {output[:60]!r} of task {task.id}"
     messages = [*task.messages, {"role": "assistant", "content": output}]
     trajectory = Trajectory(
@@ -124,26 +125,25 @@ def score(environment: Environment, task: Task, output: str) -> float:
     )
     scorer = environment.rewarders()[task.env]
     try:
-        return within(SCORE_S, lambda: asyncio.run(_scored(scorer, task, trajectory)))
+        return within(SCORE_S, lambda: asyncio.run(_scored(scorer, task, trajectory))).reward
     except TimeoutError:
         text, code = f"your reward took longer than {SCORE_S:g} s {on}", "reward_hung"
     except RewardError as failure:
         code = "reward_not_finite" if "not a finite number" in str(failure) else "reward_raised"
         text = f"your reward failed {on}: {failure}"
     except EpisodeError as failure:
-        text, code = f"no reward {on}: {failure}", "state_failed"
+        text, code = f"{failure}, {on}", "state_raised"
     raise Fault(error("rewards", code, text))
 
 
-async def _scored(scorer: Environment, task: Task, trajectory: Trajectory) -> float:
-    """Returns the reward, with a state of its own if the environment has one."""
-    output, messages = trajectory.output, trajectory.messages
-    if not scorer.stateful:
-        return (await scoring.score(scorer, task, trajectory, output, messages)).reward
+async def _scored(scorer: Environment, task: Task, trajectory: Trajectory) -> Scored:
+    """Raises RewardError, or EpisodeError if the state cannot be made or released."""
     episode = Episode(scorer, task)
     await episode.setup()
     try:
-        return (await scoring.score(scorer, task, trajectory, output, messages, episode.state)).reward
+        return await scoring.score(
+            scorer, task, trajectory, trajectory.output, trajectory.messages, episode.state
+        )
     finally:
         await episode.teardown()
 

@@ -1,125 +1,107 @@
-"""Checks the tools, states and other side of environments that have them."""
+"""Checks the states and tools of a stateful environment."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from tidegate.doctor.comparison import IncomparableError, difference
 from tidegate.doctor.environment import TASKS, first_tasks
-from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
+from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.types import Task
 
+EPISODE_S = 30.0
+"""Timeout of two set-ups and teardowns."""
 REPLY = {"role": "assistant", "content": "I do not know."}
 
 
-def check_states(environment: Environment, call_timeout_s: float) -> list[Finding]:
-    """Checks each environment that scores tasks, if it has a state, tools or another side.
-
-    Args:
-        environment: The environment, whose training tasks are used.
-        call_timeout_s: Timeout of `setup`, `respond` and `teardown` each.
-    """
-    tasks = first_tasks(environment, TASKS)
+def check_states(environment: Environment) -> list[Finding]:
+    """Sets one task of each environment up twice, and checks its tools; nothing is found without state."""
     found: list[Finding] = []
-    for name, scorer in environment.rewarders().items():
-        task = next((task for task in tasks if task.env == name), None)
-        wrong = [*_rewards(name, scorer), *_tools(name, scorer)]
-        if not failed(wrong) and scorer.stateful and task is not None:
-            wrong += _tried(scorer, task, call_timeout_s)
-            if not failed(wrong):
-                tools = len(scorer.tools())
-                wrong.append(ok("state", f"{name}: {tools} tool{'' if tools == 1 else 's'}; setup, respond "
-                                         "and teardown were run"))  # fmt: skip
-        found += wrong
-    return found
+    scorers = environment.rewarders()
+    for scorer in scorers.values():
+        found += _rewards(scorer)
+        found += _tools(scorer)
+    tasks = {task.env: task for task in reversed(first_tasks(environment, TASKS))}
+    for name, task in tasks.items():
+        if scorers[name].stateful:
+            found += _state(scorers[name], task)
+    if found or not any(scorer.stateful for scorer in scorers.values()):
+        return found
+    return [ok("states", "setup, respond and teardown work")]
 
 
-def _rewards(name: str, environment: Environment) -> Iterator[Finding]:
-    named = [reward.name for reward in environment.rewards if reward.needs_state]
-    if named and type(environment).setup is Environment.setup:
-        text = f"the reward {named[0]!r} of {name!r} asks for the state, but there is no setup: it gets None"
-        yield error("state", "reward_without_state", text, "define setup(task), or remove the parameter")
-
-
-def _tools(name: str, environment: Environment) -> Iterator[Finding]:
-    try:
-        tools, again = environment.tools(), environment.tools()
-    except Exception as failure:  # noqa: BLE001 - it may be the user's own
-        text = f"the tools of {name!r} cannot be described: {failure}"
-        yield error("state", "tools_invalid", text, "each parameter of a tool needs a type hint")
+def _rewards(scorer: Environment) -> Iterator[Finding]:
+    if type(scorer).setup is not Environment.setup:
         return
-    if [tool.schema() for tool in tools] != [tool.schema() for tool in again]:
-        text = f"tools() of {name!r} gives other tools each time: the gateway reads them once"
-        yield error("state", "tools_change", text)
-    for tool, number in Counter(tool.name for tool in tools).items():
+    for reward in scorer.rewards:
+        if reward.needs_state:
+            text = (
+                f"the reward {reward.name!r} asks for the state, and {scorer.name!r} has no setup(): "
+                "it would always receive None"
+            )
+            fix = "define setup(task), or remove the parameter 'state'"
+            yield error("states", "state_without_setup", text, fix)
+
+
+def _tools(scorer: Environment) -> Iterator[Finding]:
+    try:
+        tools = scorer.tools()
+    except Exception as failure:  # noqa: BLE001 - an environment's own tools() may raise anything
+        text = f"the tools of {scorer.name!r} cannot be described: {failure}"
+        yield error("states", "tools_invalid", text, "each parameter of a tool needs a type hint")
+        return
+    for name, number in Counter(tool.name for tool in tools).items():
         if number > 1:
-            yield error("state", "tools_double", f"{name!r} has {number} tools named {tool!r}; rename one")
-    bare = [tool.name for tool in tools if not tool.description]
-    bare += [
-        f"{tool.name}({parameter})"
-        for tool in tools
-        for parameter, schema in tool.parameters.get("properties", {}).items()
-        if not schema.get("description")
-    ]
-    if bare:
-        text = f"without a description, which the model reads: {', '.join(bare)}"
-        yield warning("state", "tools_undescribed", text, "a docstring, with the parameters under 'Args:'")
+            yield error("states", "tools_double", f"{scorer.name!r} has {number} tools named {name!r}")
+    for tool in tools:
+        if not tool.description:
+            text = f"the tool {tool.name!r} has no description, so that a model cannot know what it does"
+            yield warning("states", "tool_undescribed", text, "write a docstring")
+        properties = tool.parameters.get("properties", {})
+        silent = [name for name, schema in properties.items() if not schema.get("description")]
+        if silent:
+            text = f"the tool {tool.name!r} does not describe {', '.join(map(repr, silent))}"
+            yield warning("states", "tool_undescribed", text, "describe each parameter under 'Args:'")
 
 
-def _tried(environment: Environment, task: Task, timeout_s: float) -> list[Finding]:
+def _state(scorer: Environment, task: Task) -> Iterator[Finding]:
     try:
-        return within(6 * timeout_s, lambda: asyncio.run(_run_twice(environment, task, timeout_s)))
-    except TimeoutError:
-        text = f"setup, respond or teardown blocks for longer than env.call_timeout_s = {timeout_s:g}"
-        return [error("state", "state_hung", text, "await slow operations, or use asyncio.to_thread")]
-
-
-async def _run_twice(environment: Environment, task: Task, timeout_s: float) -> list[Finding]:
-    """Makes the states of two episodes, compares them, and tears both down."""
-    episodes = [Episode(environment, task) for _ in range(2)]
-    found: list[Finding] = []
-    ready = []
-    for episode in episodes:
-        if not (wrong := await _step("setup", episode.setup(), task, timeout_s)):
-            ready.append(episode)
-        found += wrong[: 1 if not found else 0]
-    if len(ready) == 2:
-        found += _alike(ready[0].state, ready[1].state, task)
-        found += await _step("respond", ready[0].respond(dict(REPLY)), task, timeout_s)
-    for episode in ready:
-        wrong = await _step("teardown", episode.teardown(), task, timeout_s)
-        found += [one for one in wrong if one not in found]
-    return found
-
-
-async def _step(name: str, call: Any, task: Task, timeout_s: float) -> list[Finding]:
-    try:
-        async with asyncio.timeout(timeout_s):
-            await call
-    except TimeoutError:
-        text = f"{name} of task {task.id} took longer than {timeout_s:g} s (env.call_timeout_s)"
-        return [error("state", f"{name}_hung", text)]
+        place = within(EPISODE_S, lambda: asyncio.run(_set_up_twice(scorer, task)))
+    except TimeoutError as failure:
+        text = f"setup, respond and teardown of {scorer.name!r} don't end on task {task.id}: {failure}"
+        yield error("states", "state_hung", text)
     except EpisodeError as failure:
-        return [error("state", f"{name}_raised", f"on task {task.id}, {failure}")]
-    return []
-
-
-def _alike(one: Any, other: Any, task: Task) -> Iterator[Finding]:
-    try:
-        place = difference(one, other)
+        yield error("states", "state_raised", f"on task {task.id}, {failure}")
     except (IncomparableError, RecursionError) as failure:
-        text = f"whether setup is deterministic was not checked: {failure}"
-        yield note("state", "setup_not_compared", text)
-        return
-    if place is not None:
-        text = (
-            f"setup gives two states for the task {task.id}: {place} differs. If agents or rewards see it, "
-            "the episodes of a group do not start alike"
-        )
-        yield warning("state", "setup_differs", text, "draw from random.Random(task.id)")
+        text = f"it was not checked whether setup() is deterministic: {failure}"
+        yield note("states", "setup_not_compared", text)
+    else:
+        if place is not None:
+            text = (
+                f"setup() gives another state for the same task {task.id}: {place} differs, so the episodes "
+                "of a group would not start alike"
+            )
+            fix = "draw from random.Random(task.id); names of files and connections may differ"
+            yield warning("states", "setup_changes", text, fix)
+
+
+async def _set_up_twice(scorer: Environment, task: Task) -> str | None:
+    """Makes two states and has one of them answer a reply; returns the place at which they differed."""
+    one, other = Episode(scorer, task), Episode(scorer, task)
+    await one.setup()
+    try:
+        await other.setup()
+        try:
+            try:
+                return difference(one.state, other.state)
+            finally:
+                await one.respond(dict(REPLY))
+        finally:
+            await other.teardown()
+    finally:
+        await one.teardown()

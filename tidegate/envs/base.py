@@ -203,12 +203,6 @@ class Environment(ABC):
         return {self.name: self}
 
 
-def state_rewards(environment: Environment) -> list[str]:
-    """Returns the names of an environment's rewards that read the episode's state."""
-    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
-    return [reward.name for reward in rewards if reward.needs_state]
-
-
 def check_reward_timeout(environment: Environment, timeout_s: float) -> None:
     """Raises ConfigError if the rewards' own deadlines add up to more than `timeout_s`."""
     for name, scorer in environment.rewarders().items():

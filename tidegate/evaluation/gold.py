@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.envs.base import Environment, state_rewards
-from tidegate.envs.service.scoring import score
+from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Task
+from tidegate.types import Scored, Task
 
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
@@ -41,18 +41,21 @@ class GoldSplit:
         return self.total - len(self.misses)
 
 
-async def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
+def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSplit]:
     """Grades every gold answer of every split; an identical task in two splits counts in the first one.
 
-    A reward of at least `threshold` counts as right. Raises ConfigError if the environment has no rewards, or
-    one that reads the episode's state.
+    A reward of at least `threshold` counts as right.
+
+    Raises:
+        ConfigError: The environment has no rewards, or one needs the state of an episode.
     """
     if not environment.names:
         raise ConfigError(f"{environment.name}: it has no rewards to grade with")
-    if named := state_rewards(environment):
+    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
+    if needing := [reward.name for reward in rewards if reward.needs_state]:
         raise ConfigError(
-            f"{environment.name}: the reward {named[0]!r} reads the episode's state, which only an agent's "
-            "actions change; a gold answer has no actions, so --gold cannot grade it. tidegate doctor can"
+            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which a gold answer "
+            "does not change, so --gold cannot grade it: use tidegate doctor, or tidegate eval without --gold"
         )
     seen: set[str] = set()
     splits = []
@@ -61,7 +64,7 @@ async def grade_gold(environment: Environment, threshold: float = 1.0) -> list[G
         for task in tasks:
             if (key := repr(task.to_wire())) not in seen:
                 seen.add(key)
-                await _grade(environment, task, threshold, split)
+                _grade(environment, task, threshold, split)
         if split.total:
             splits.append(split)
     return splits
@@ -76,15 +79,14 @@ def _splits(environment: Environment) -> Iterator[tuple[str, Sequence[Task]]]:
         yield set_name or "held-out", tasks
 
 
-async def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
+def _grade(environment: Environment, task: Task, threshold: float, split: GoldSplit) -> None:
     split.total += 1
     output = environment.gold_output(task)
     if output is None:
         split.misses.append(Miss(task.id, None, "it has no gold answer"))
         return
-    messages = [*task.messages, {"role": "assistant", "content": output}]
     try:
-        scored = await score(environment.rewarders().get(task.env, environment), task, None, output, messages)
+        scored = _scored(environment, task, output)
     except RewardError as error:
         split.misses.append(Miss(task.id, task.answer, str(error)))
         return
@@ -97,3 +99,12 @@ async def _grade(environment: Environment, task: Task, threshold: float, split: 
         parts = ", ".join(f"{name} {value:g}" for name, value in scored.parts.items())
         unread = "; no answer could be read from it" if scored.metrics.get("unparseable") else ""
         split.misses.append(Miss(task.id, task.answer, f"reward {scored.reward:g} ({parts}){unread}"))
+
+
+def _scored(environment: Environment, task: Task, output: str) -> Scored:
+    """Raises RewardError."""
+    messages = [*task.messages, {"role": "assistant", "content": output}]
+    scorer, awaited = environment.rewarders().get(task.env, environment), None
+    if any(reward.is_async for reward in scorer.rewards):
+        awaited = asyncio.run(scorer.await_rewards(task, None, output, messages))
+    return environment.score(task, None, output, messages, None, awaited)

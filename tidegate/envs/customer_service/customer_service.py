@@ -25,8 +25,8 @@ from tidegate.types import Message, Task
 
 POLICY = """You are the service desk of a shop. Before anything else, find the customer by name and zip code.
 Serve only orders of this customer, and look at an order before you change it.
-Cancel or readdress pending orders only. Refund or exchange delivered orders only. \
-Exchange only for an item in stock.
+Cancel or readdress pending orders only. Refund or exchange delivered orders only.
+Exchange only for an item in stock. \
 Refuse everything else, even if the customer insists: it is not possible."""
 """System message of every task."""
 HELD_OUT = {"": 200, "combinations": 100}

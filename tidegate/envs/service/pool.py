@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.envs.service.process import CallError, CallTimeoutError, WorkerLostError, WorkerProcess
+from tidegate.envs.service.process import (
+    CANCEL_S,
+    CallError,
+    CallTimeoutError,
+    WorkerLostError,
+    WorkerProcess,
+)
 from tidegate.errors import ConfigError, RewardError, StartError, TidegateError, UnrewardedError
 from tidegate.service.backoff import backoff_s
 
@@ -315,6 +321,7 @@ class WorkerPool:
     async def _sweep(self) -> None:
         """Tears down expired episodes, ends retired workers, and kills those that do not respond."""
         longest = max(self.settings.reward_timeout_s, self.settings.call_timeout_s)
+        longest += SWEEP_S + 2 * CANCEL_S  # after the call's own timeout, which knows whose fault it is
         while True:
             await asyncio.sleep(SWEEP_S)
             now = asyncio.get_running_loop().time()
@@ -322,7 +329,7 @@ class WorkerPool:
                 if now >= held.expires:
                     self.own(self.teardown(name))
             for worker in list(self._workers):
-                if worker.silent_s() > longest + SWEEP_S:
+                if worker.silent_s() > longest:
                     self.own(self._kill(worker, f"it did not respond for {worker.silent_s():.0f} s"))
                 elif worker.retired and not worker.episodes and not worker.scoring:
                     self.own(worker.kill())
