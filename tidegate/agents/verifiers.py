@@ -27,7 +27,7 @@ class VerifiersAgent(Agent):
 
     def __init__(self, id: str, args: Mapping[str, Any] | None = None) -> None:
         self._environment = load(id, args or {})
-        self._client = require("verifiers.clients", "verifiers").OpenAIChatCompletionsClient
+        self._client = require("verifiers.clients").OpenAIChatCompletionsClient
 
     async def run(self, task: TaskView, session: Session) -> Result:
         row = row_of(self._environment, task.id)

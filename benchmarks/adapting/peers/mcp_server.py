@@ -1,9 +1,13 @@
-"""An MCP server on stdio with the tools `reverse` and `fail`, written without the SDK."""
+"""An MCP server on stdio with the tools `reverse` and `fail`, written without the SDK.
+
+The texts `stall` and `exit` make it wait for a second, and exit.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -22,6 +26,10 @@ def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:
     if method == "tools/list":
         return {"tools": TOOLS}
     text = params["arguments"]["text"]
+    if text == "stall":
+        time.sleep(1)
+    if text == "exit":
+        sys.exit()
     failed = params["name"] == "fail"
     said = f"cannot do {text}" if failed else text[::-1]
     return {"content": [{"type": "text", "text": said}], "isError": failed}

@@ -15,24 +15,24 @@ from tidegate.errors import ConfigError
 Result = TypeVar("Result")
 
 
-def require(module: str, extra: str) -> ModuleType:
+def require(module: str, extra: str | None = None) -> ModuleType:
     """Imports a library's module.
 
     Args:
         module: Dotted name of the module.
-        extra: Tidegate's extra that installs the library.
+        extra: Tidegate's extra that installs the library; None: docs/adapters.md describes the installation.
 
     Raises:
         ConfigError: The library is not installed, or one of its own imports fails.
     """
     library = module.split(".")[0]
     try:
+        importlib.import_module(library)
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == library:
-            raise ConfigError(
-                f"the library {library!r} is not installed; run pip install 'tidegate[{extra}]'"
-            ) from None
+            how = f"run pip install 'tidegate[{extra}]'" if extra else "docs/adapters.md describes how to"
+            raise ConfigError(f"the library {library!r} is not installed; {how}") from None
         raise ConfigError(f"the library {library!r} cannot be imported: {error}") from error
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"

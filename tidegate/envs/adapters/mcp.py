@@ -66,7 +66,7 @@ class McpConnection:
         try:
             async with AsyncExitStack() as stack:
                 streams = await stack.enter_async_context(self._transport())
-                session = require("mcp", "mcp").ClientSession(*streams[:2])
+                session = require("mcp").ClientSession(*streams[:2])
                 await stack.enter_async_context(session)
                 await session.initialize()
                 self.opened.set_result(session)
@@ -78,13 +78,13 @@ class McpConnection:
 
     def _transport(self) -> Any:
         if self.server.startswith(("http://", "https://")):
-            http = require("mcp.client.streamable_http", "mcp")
+            http = require("mcp.client.streamable_http")
             key = os.environ.get(self.token_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else None
             return http.streamable_http_client(
                 self.server, http_client=http.create_mcp_http_client(headers=headers)
             )
-        stdio = require("mcp.client.stdio", "mcp")
+        stdio = require("mcp.client.stdio")
         command, *arguments = shlex.split(self.server)
         return stdio.stdio_client(stdio.StdioServerParameters(command=command, args=arguments))
 
@@ -113,7 +113,7 @@ class McpTools(Environment):
         timeout_s: float = 60.0,
         token_env: str | None = None,
     ) -> None:
-        require("mcp", "mcp")
+        require("mcp")
         if not isinstance(tasks, Mapping) or not isinstance(tasks.get("use"), str):
             raise ConfigError("mcp: the option 'tasks' must be a table {use, options} of an environment")
         self._server, self._timeout_s, self._token_env = id, timeout_s, token_env

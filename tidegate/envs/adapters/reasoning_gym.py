@@ -51,7 +51,6 @@ class ReasoningGym(Environment):
     ) -> None:
         factory = require("reasoning_gym.factory", EXTRA)
         utils = require("reasoning_gym.utils", EXTRA)
-        require("reasoning_gym", EXTRA)  # registers the data sets
         if id not in factory.DATASETS:
             raise ConfigError(f"reasoning_gym has no data set {id!r}{did_you_mean(id, factory.DATASETS)}")
         settings = dict(config or {})

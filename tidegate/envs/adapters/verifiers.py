@@ -80,7 +80,7 @@ class Verifiers(VerifiersRows):
         score: bool = True,
     ) -> None:
         super().__init__(id, args, held_out, seed)
-        vf = require("verifiers", "verifiers")
+        vf = require("verifiers")
         self._tool_env = isinstance(self.library, vf.ToolEnv)
         self.rewards = (Reward("score", self._score),) if score else ()
         self._stateful = score
@@ -167,8 +167,8 @@ class Verifiers(VerifiersRows):
     @cached_property
     def _client_class(self) -> Any:
         """Returns the class of the rollout's model client, which needs the library as its base."""
-        clients = require("verifiers.clients", "verifiers")
-        errors, types = require("verifiers.errors", "verifiers"), require("verifiers.types", "verifiers")
+        clients = require("verifiers.clients")
+        errors, types = require("verifiers.errors"), require("verifiers.types")
 
         class AgentClient(clients.OpenAIChatCompletionsClient):  # type: ignore[misc, name-defined]
             def __init__(self, rollout: VerifiersRollout) -> None:

@@ -61,10 +61,10 @@ def load(id: str, args: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: The library or the environment's package is missing, or it cannot be loaded.
     """
-    vf = require("verifiers", "verifiers")
+    vf = require("verifiers")
     if not hasattr(vf, "load_environment"):
         raise ConfigError(
-            "this version of verifiers has no classic environments: pip install 'tidegate[verifiers]'"
+            "this version of verifiers has no classic environments; docs/adapters.md names one that has"
         )
     module = id.replace("-", "_").split("/")[-1]
     if importlib.util.find_spec(module) is None:
