@@ -3,7 +3,7 @@
 Three short runs of a demo: with another seed, with learning rate 0, and with the rewards shuffled within each
 batch. The plain model also recomputes the recorded logprobs.
 
-    python benchmarks/controls.py [--demo search] [--json] [--steps 80] [--keep DIR]
+    python benchmarks/controls.py [--demo search|shell] [--json] [--steps 80] [--keep DIR]
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ ALLOWED = {
         "trainer.processes.agents",
         "trainer.processes.provider",
     },
-    "envs": {"rag.client"},
+    "envs": {"rag.client", "sandbox"},
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }
 TORCH = {

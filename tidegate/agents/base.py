@@ -38,6 +38,7 @@ UNTRAINED = {"x-tidegate-train": "no"}
 BUILT_IN = {
     "chat": "tidegate.agents.chat:ChatAgent",
     "search": "tidegate.agents.search:SearchAgent",
+    "shell": "tidegate.agents.shell:ShellAgent",
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
     "verifiers": "tidegate.agents.verifiers:VerifiersAgent",

@@ -17,21 +17,25 @@ class ChatAgent(Agent):
 
     Args:
         max_turns: Limit of model replies.
+        instructions: System message before the task; by default there is none.
 
     Raises:
         ConfigError: `max_turns` is less than 1.
     """
 
-    def __init__(self, max_turns: int = 16) -> None:
+    def __init__(self, max_turns: int = 16, instructions: str = "") -> None:
         if max_turns < 1:
             raise ConfigError(f"agent.options.max_turns = {max_turns} must be at least 1")
         self.max_turns = max_turns
+        self.instructions = instructions
 
     async def run(self, task: TaskView, session: Session) -> str | None:
         llm = session.openai()
         tools: Any = await session.tools()
         offered = {"tools": tools} if tools else {}
-        messages: list[Any] = list(task.messages)
+        messages: list[Any] = [*task.messages]
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
         content = None
         for _ in range(self.max_turns):
             reply = await llm.chat.completions.create(model=session.model, messages=messages, **offered)

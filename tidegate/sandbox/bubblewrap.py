@@ -20,7 +20,7 @@ import random
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tidegate.errors import SandboxError
@@ -68,11 +68,15 @@ class BubblewrapSandbox(SupervisedSandbox):
     Args:
         limits: Its limits.
         read_only: Files and folders of the host that programs in it can read, under the same paths.
+        links: Symbolic links in its file system, as path → target; both are absolute.
     """
 
-    def __init__(self, limits: SandboxLimits, read_only: Sequence[str] = ()) -> None:
+    def __init__(
+        self, limits: SandboxLimits, read_only: Sequence[str] = (), links: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(limits, WORK)
         self._read_only = list(read_only)
+        self._links = dict(links or {})
         self._user = _free_host_user()
         self._proxy: PathProxy | None = None
         self._inside: socket.socket | None = None
@@ -108,6 +112,10 @@ class BubblewrapSandbox(SupervisedSandbox):
         for folder in OWN_FILES:
             arguments += ["--perms", "0755", "--size", str(self.limits.disk_mb << 20), "--tmpfs", folder]
         arguments += _system_mounts(self._read_only)
+        for link, target in self._links.items():
+            for parent in reversed(Path(link).parents[:-1]):
+                arguments += ["--perms", "0755", "--dir", str(parent)]
+            arguments += ["--symlink", target, link]
         for path, text in ETC.items():
             arguments += ["--perms", "0644", "--file", passed.content(text.encode()), path]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
@@ -135,7 +143,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         os.write(self._passed.to_child, b"1")
 
     async def fresh(self) -> BubblewrapSandbox:
-        return await BubblewrapSandbox(self.limits, self._read_only).start()
+        return await BubblewrapSandbox(self.limits, self._read_only, self._links).start()
 
     async def reach(self, url: str) -> str:
         if self._inside is None:

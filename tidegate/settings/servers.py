@@ -158,7 +158,7 @@ class GatewaySettings(ServedGateway):
 
 class ServedEnv(SettingsSection):
     use: str = "arithmetic"
-    """Name of a built-in environment, or `file.py:ClassOrObject`."""
+    """Built-in name, `file.py:ClassOrObject`, or `library:environment` (docs/adapters.md)."""
     options: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
     workers: Annotated[int, Field(ge=1)] = 1

@@ -40,7 +40,7 @@ def test_tasks_follow_from_their_index_and_held_out_questions_are_not_trained_on
 def test_the_prompt_is_the_librarys_unless_another_is_set() -> None:
     task = load_environment("reasoning_gym:chain_sum", {}).train_task(0)
     assert "<answer>answer here</answer>" in task.messages[0]["content"]
-    task = load_environment("reasoning_gym:chain_sum", {"system": None}).train_task(0)
+    task = load_environment("reasoning_gym:chain_sum", {"system": ""}).train_task(0)
     assert [message["role"] for message in task.messages] == ["user"]
 
 

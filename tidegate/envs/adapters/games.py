@@ -36,12 +36,12 @@ class Games(Environment, ABC):
         held_out: Number of held-out tasks. Their seeds never occur in training.
         seed: Determines the seeds of the tasks.
         prompt: Template of the prompt, with `{observation}`.
-        system: System message before the prompt.
+        system: System message before the prompt; empty: none.
     """
 
     rewards: Sequence[Reward] = (Reward("score", score),)
 
-    def __init__(self, id: str, held_out: int, seed: int, prompt: str, system: str | None) -> None:
+    def __init__(self, id: str, held_out: int, seed: int, prompt: str, system: str) -> None:
         self._id, self._number, self._seed = id, held_out, seed
         self._prompt, self._system = prompt, system
 
@@ -74,6 +74,6 @@ class Games(Environment, ABC):
         return Task(f"{self._id}-{seed}", self.name, self._messages(observation), info={"seed": seed})
 
     def _messages(self, observation: str) -> list[Message]:
-        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        system = [{"role": "system", "content": self._system}] if self._system else []
         content = self._prompt.replace("{observation}", observation)
         return [*system, {"role": "user", "content": content}]

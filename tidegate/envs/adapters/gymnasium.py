@@ -59,7 +59,7 @@ class Gymnasium(Games):
         wrapper: `file.py:function` that returns the environment wrapped, for example with spaces of texts.
         actions: Words for the actions 0, 1, ….
         prompt: Template of the prompt, with `{observation}` and `{actions}`.
-        system: System message before the prompt.
+        system: System message before the prompt; empty: none.
         held_out: Number of held-out tasks. Their seeds never occur in training.
         seed: Determines the seeds of the tasks.
 
@@ -76,7 +76,7 @@ class Gymnasium(Games):
         wrapper: str | None = None,
         actions: Sequence[str] | None = None,
         prompt: str = PROMPT,
-        system: str | None = None,
+        system: str = "",
         held_out: int = 100,
         seed: int = 0,
     ) -> None:

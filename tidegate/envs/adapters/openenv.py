@@ -92,7 +92,7 @@ class OpenEnv(Games):
         held_out: Number of held-out tasks. Their seeds never occur in training.
         seed: Determines the seeds of the tasks.
         prompt: Template of the prompt, with `{observation}`.
-        system: System message before the prompt.
+        system: System message before the prompt; empty: none.
 
     Raises:
         ConfigError: The server cannot be reached, or its actions have several fields and `action` is None.
@@ -110,7 +110,7 @@ class OpenEnv(Games):
         held_out: int = 100,
         seed: int = 0,
         prompt: str = "{observation}",
-        system: str | None = None,
+        system: str = "",
     ) -> None:
         self._url, self._reset, self._field = id.rstrip("/"), dict(reset or {}), observation
         if not self._url.startswith(("http://", "https://")):

@@ -30,7 +30,7 @@ class ReasoningGym(Environment):
         held_out: Number of held-out tasks. Their questions never occur in training.
         seed: Determines the tasks.
         system: System message before the question; "default": reasoning-gym's own, which asks for
-            `<answer>` tags; None: none.
+            `<answer>` tags; empty: none.
         answer_tag: True: the text in the last `<answer>…</answer>` is scored, as by reasoning-gym's own
             evaluation. False: the whole output, without surrounding blanks.
 
@@ -46,7 +46,7 @@ class ReasoningGym(Environment):
         config: Mapping[str, Any] | None = None,
         held_out: int = 100,
         seed: int = 0,
-        system: str | None = "default",
+        system: str = "default",
         answer_tag: bool = True,
     ) -> None:
         factory = require("reasoning_gym.factory", EXTRA)
@@ -105,7 +105,7 @@ class ReasoningGym(Environment):
     def _task(self, split: str, draw: int, index: int) -> Task:
         entry = self._data(split, draw, index // CHUNK)[index % CHUNK]
         messages = [{"role": "user", "content": entry["question"]}]
-        if self._system is not None:
+        if self._system:
             messages.insert(0, {"role": "system", "content": self._system})
         name = f"{self._id}-{split}-{index}"
         return Task(name, self.name, messages, entry["answer"], {"item": [split, draw, index]})

@@ -72,7 +72,7 @@ class TextArena(Games):
         opponent: `random`: a move in brackets that the observation's last line with moves lists; or
             `file.py:function`, called with the observation and a `random.Random`.
         prompt: Template of the prompt, with `{observation}`.
-        system: System message before the prompt.
+        system: System message before the prompt; empty: none.
         held_out: Number of held-out tasks. Their seeds never occur in training.
         seed: Determines the seeds of the tasks.
 
@@ -90,7 +90,7 @@ class TextArena(Games):
         player: int = 0,
         opponent: str = "random",
         prompt: str = "{observation}",
-        system: str | None = None,
+        system: str = "",
         held_out: int = 100,
         seed: int = 0,
     ) -> None:

@@ -1,0 +1,2 @@
+#!/bin/bash
+mkdir backups && find web db -name '*.bak' -exec mv {} backups/ ';'

@@ -1,0 +1,1 @@
+"""The environment `shell`: tasks on files of generated folders, in a sandbox."""
