@@ -3,8 +3,8 @@
 First the trainer is killed (`kill -9`) once before and once after each kind of its durable writes, and is
 resumed each time; the gateway is killed before, within and after each kind of its own. Then `--kills` random
 kills follow, of trainer, agent process, gateway, engine, environment service and its worker. Finally the run
-continues to its end. Some tasks always raise, so that failures are written too. `lineage.py`, which shares no code with the writers, then
-reads the fate of every episode from ledger, trajectories and checkpoints.
+continues to its end. Some tasks always raise, so that failures are written too. `lineage.py`, which shares no
+code with the writers, then reads the fate of every episode from ledger, trajectories and checkpoints.
 
 With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`).
 
