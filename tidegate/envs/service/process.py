@@ -83,6 +83,8 @@ class WorkerProcess(OwnedProcess):
         self._pinging: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.exited = asyncio.Event()
+        self._ending = False
+        """Whether the process or its stream has ended, of which the other soon does."""
 
     async def start(self) -> None:
         """Starts the process and waits until its environments are loaded.
@@ -126,7 +128,7 @@ class WorkerProcess(OwnedProcess):
     @property
     def responsive(self) -> bool:
         """Whether it runs and answers pings."""
-        return not self.exited.is_set() and self.silent_s() <= UNRESPONSIVE_S
+        return not self._ending and self.silent_s() <= UNRESPONSIVE_S
 
     async def call(self, op: str, timeout_s: float, **arguments: Any) -> Any:
         """Runs an operation in the worker; its deadline starts when its code begins to run.
@@ -165,7 +167,7 @@ class WorkerProcess(OwnedProcess):
         return call.answer.done() and call.answer.result().get("kind") != "cancelled"
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._writer is None or self.exited.is_set():
+        if self._writer is None or self._ending or self._writer.is_closing():
             raise WorkerLostError(f"{self.title} has ended")
         self._writer.write(frames.pack(message))
 
@@ -178,6 +180,7 @@ class WorkerProcess(OwnedProcess):
         ending = asyncio.create_task(self.wait_for_exit(), name=f"{self.title} exit")
         try:
             await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
+            self._ending = True
             await asyncio.wait((receiving, ending), timeout=LAST_WORDS_S)
             self._kill_group()  # if it only closed its stream; and the processes that it started
             how = await ending
