@@ -2,20 +2,23 @@
 
 First the trainer is killed (`kill -9`) once before and once after each kind of its durable writes, and is
 resumed each time; the gateway is killed before, within and after each kind of its own. Then `--kills` random
-kills follow, of trainer, agent process, gateway and engine. Finally the run continues to its end. Some tasks
-always raise, so that failures are written too. `lineage.py`, which shares no code with the writers, then
-reads the fate of every episode from ledger, trajectories and checkpoints.
+kills follow, of trainer, agent process, gateway, engine, environment service and its worker. Finally the run
+continues to its end. Some tasks always raise, so that failures are written too. `lineage.py`, which shares no
+code with the writers, then reads the fate of every episode from ledger, trajectories and checkpoints.
+
+With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`).
 
 With `--keep DIR --for SECONDS` the benchmark runs in pieces: a piece stops after its time (the run is killed
 once more) with exit code 2, and the next call with the same DIR continues.
 
     python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0]
-                               [--keep DIR [--for SECONDS]]
+                               [--stateful] [--keep DIR [--for SECONDS]]
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -61,7 +64,9 @@ AT_ONCE = 4
 """Gateway failpoints armed per start of the trainer, which restarts the gateway five times."""
 WHILE_TRAINING = 0.8
 """Share of starts after which the next random kill waits until the run has written to its ledger."""
-PROCESSES = ("trainer", "agents", "gateway", "engine")
+MARKS = {"agents": "worker", "gateway": "gateway", "engine": "engine", "environments": "env"}
+"""Processes that the trainer starts, and their commands."""
+PROCESSES = ("trainer", *MARKS, "environment_worker")
 STARTED_S, QUIET_S = 90.0, 120.0
 GAVE_UP = 3
 """Exit code of a run whose gateway or engine exited too often in one start."""
@@ -77,6 +82,7 @@ class Chaos:
     steps: int
     tasks: int
     rng: random.Random
+    stateful: bool = False
     starts: int = 0
     seconds: float = 0.0
     """Duration of the earlier pieces."""
@@ -99,6 +105,8 @@ class Chaos:
         """Starts or resumes the run with these failpoints armed."""
         self.fired.mkdir(exist_ok=True, parents=True)
         resume = ["--resume"] if (self.run_dir / "ledger.jsonl").exists() else []
+        agent = "RaisingChat" if self.stateful else "RaisingSolver"
+        environments = [f"--env.use={ROOT}/benchmarks/desk.py:Desk"] if self.stateful else []
         armed = ",".join(f"{name}:{count}" for name, count in places.items())
         environment = {
             **os.environ, VARIABLE: armed, PASSED: str(self.fired), "OMP_NUM_THREADS": "1",
@@ -114,7 +122,7 @@ class Chaos:
                     f"--trainer.groups_per_batch={GROUPS_PER_BATCH}", "--trainer.learning_rate=3e-4",
                     "--trainer.schedule=constant", "--eval.every=3", "--eval.interim_tasks=16",
                     f"--eval.tasks={self.tasks}", "--agent.deadline_s=20",
-                    f"--agent.use={ROOT}/benchmarks/raising_solver.py:RaisingSolver",
+                    f"--agent.use={ROOT}/benchmarks/raising_solver.py:{agent}", *environments,
                 ],
                 cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=environment,
             )  # fmt: skip
@@ -138,17 +146,13 @@ class Chaos:
         if self.process is None:
             return {}
         found = {"trainer": self.process.pid}
-        listed = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        for child in listed.read_text().split() if listed.exists() else ():
-            command = Path(f"/proc/{child}/cmdline")
-            words = command.read_bytes().split(b"\0") if command.exists() else []
-            for name, word in (
-                ("agents", b"tidegate\0worker"),
-                ("gateway", b"gateway"),
-                ("engine", b"engine"),
-            ):
-                if word in words:
-                    found[name] = int(child)
+        for child, command in children(self.process.pid):
+            for name, word in MARKS.items():
+                if f"\0tidegate\0{word}\0".encode() in command:
+                    found[name] = child
+        for child, command in children(found.get("environments", 0)):
+            if b"tidegate.envs.service.worker" in command:
+                found["environment_worker"] = child
         return found
 
     # ------------------------------------------------------------------ pieces
@@ -244,6 +248,16 @@ class Chaos:
             self.process = None
 
 
+def children(pid: int) -> list[tuple[int, bytes]]:
+    """Pids and command lines of the processes that a process started."""
+    found = []
+    with contextlib.suppress(OSError):  # it has exited, or there is none
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                found.append((int(child), Path(f"/proc/{child}/cmdline").read_bytes()))
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -255,6 +269,7 @@ def main() -> int:
     parser.add_argument("--reward", type=float, default=0.90, help="minimum held-out reward at the end")
     parser.add_argument("--tasks", type=int, default=64, help="held-out problems per set")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stateful", action="store_true", help="each episode has a state and a tool")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="duration of this piece")
     arguments = parser.parse_args()
@@ -268,7 +283,7 @@ def main() -> int:
             parser.error(f"unknown failpoints: {', '.join(sorted(unknown))}")
         trainer, gateway, last = ([one for one in some if one in wanted] for some in (trainer, gateway, last))
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
-    chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng)
+    chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful)
     chaos.recall()
     began = time.monotonic()
     until = began + arguments.seconds

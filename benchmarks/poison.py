@@ -1,9 +1,10 @@
 """Trains the demo with a fifth of its tasks poisoned: 10% always raise, 5% hang, 5% never call the gateway.
 
 The policy must learn, each poisoned task that is issued must be quarantined after exactly `max_attempts`
-attempts of a slot, and the ledger must be consistent.
+attempts of a slot, and the ledger must be consistent. With `--stateful` the calculator is a tool of the
+environment (`desk.py`), and the agent is `chat`.
 
-    python benchmarks/poison.py [--json] [--steps 40] [--keep DIR]
+    python benchmarks/poison.py [--json] [--steps 40] [--stateful] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -98,14 +99,18 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--stateful", action="store_true", help="the calculator is the environment's")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-poison-"))
+    agent = "PoisonedChat" if arguments.stateful else "PoisonedSolver"
+    environment = [f"--env.use={HERE / 'desk.py'}:Desk"] if arguments.stateful else []
     settings = load_settings(
         DEMO,
         [
             f"--run.dir={directory}", "--run.name=poison", f"--trainer.steps={arguments.steps}",
-            f"--agent.use={HERE / 'poisoned_solver.py'}:PoisonedSolver", f"--agent.deadline_s={DEADLINE_S}",
+            f"--agent.use={HERE / 'poisoned_solver.py'}:{agent}", f"--agent.deadline_s={DEADLINE_S}",
+            *environment,
         ],
     )  # fmt: skip
     try:

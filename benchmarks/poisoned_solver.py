@@ -1,4 +1,4 @@
-"""The demo's solver, which always fails on some training tasks, chosen by task id."""
+"""The demo's agent, and `chat`, which always fail on some training tasks, chosen by task id."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import zlib
 
 from tidegate.agents.base import Result, Session
+from tidegate.agents.chat import ChatAgent
 from tidegate.agents.solver import Solver
 from tidegate.types import TaskView
 
@@ -25,13 +26,21 @@ def poison_of(task_id: str) -> str | None:
     return "silent" if drawn < RAISES + HANGS + SILENT else None
 
 
+async def silent(task: TaskView) -> bool:
+    """Raises or hangs on some tasks; returns whether the agent should make no call on this one."""
+    poison = poison_of(task.id)
+    if poison == "raises":
+        raise RuntimeError("this task always raises")
+    if poison == "hangs":
+        await asyncio.Event().wait()
+    return poison == "silent"
+
+
 class PoisonedSolver(Solver):
     async def run(self, task: TaskView, session: Session) -> Result:
-        poison = poison_of(task.id)
-        if poison == "raises":
-            raise RuntimeError("this task always raises")
-        if poison == "hangs":
-            await asyncio.Event().wait()
-        if poison == "silent":
-            return Result("#### 0")
-        return await super().run(task, session)
+        return Result("#### 0") if await silent(task) else await super().run(task, session)
+
+
+class PoisonedChat(ChatAgent):
+    async def run(self, task: TaskView, session: Session) -> str | None:
+        return "#### 0" if await silent(task) else await super().run(task, session)

@@ -1,16 +1,27 @@
-"""The demo's solver, which always raises on one in twelve training tasks, chosen by task id."""
+"""The demo's agent, and `chat`, which always raise on one in twelve training tasks, chosen by task id."""
 
 from __future__ import annotations
 
 import zlib
 
 from tidegate.agents.base import Result, Session
+from tidegate.agents.chat import ChatAgent
 from tidegate.agents.solver import Solver
 from tidegate.types import TaskView
 
 
+def check(task: TaskView) -> None:
+    if "train" in task.id and zlib.crc32(task.id.encode()) % 12 == 0:
+        raise RuntimeError("this task always raises")
+
+
 class RaisingSolver(Solver):
     async def run(self, task: TaskView, session: Session) -> Result:
-        if "train" in task.id and zlib.crc32(task.id.encode()) % 12 == 0:
-            raise RuntimeError("this task always raises")
+        check(task)
+        return await super().run(task, session)
+
+
+class RaisingChat(ChatAgent):
+    async def run(self, task: TaskView, session: Session) -> str | None:
+        check(task)
         return await super().run(task, session)

@@ -16,7 +16,7 @@ PLACES = ("checkpoint.marker.before", "leased.within")
 
 
 def test_a_short_chaos_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
-    small = ["--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
+    small = ["--stateful", "--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "benchmarks/chaos.py", "--json", *small, f"--failpoints={','.join(PLACES)}"],
         cwd=REPO, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False,

@@ -25,9 +25,10 @@ def typed(*words: str, cwd: Path, timeout_s: float) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    typed("tidegate", "init", "mine", cwd=tmp_path, timeout_s=60)
+@pytest.fixture(params=["stateless", "stateful"])
+def project(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    flags = ["--stateful"] if request.param == "stateful" else []
+    typed("tidegate", "init", "mine", *flags, cwd=tmp_path, timeout_s=60)
     return tmp_path / "mine"
 
 
@@ -36,6 +37,18 @@ def test_its_own_test_passes_at_once(project: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("project", ["stateful"], indirect=True)
+def test_a_stateful_one_passes_the_doctor_and_trains(project: Path) -> None:
+    assert "nothing is wrong" in typed("tidegate", "doctor", cwd=project, timeout_s=300)
+    small = ["--trainer.steps=3", "--eval.every=0", "--eval.tasks=8"]
+    typed("tidegate", "train", "config.toml", *small, cwd=project, timeout_s=600)
+    rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 3
+    assert rows[-1]["tools/calculator_calls"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("project", ["stateless"], indirect=True)
 def test_its_reward_rises(project: Path) -> None:
     typed("tidegate", "train", "config.toml", cwd=project, timeout_s=1200)
     rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]

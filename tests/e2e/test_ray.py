@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.runs import REPO, held, metrics, training
+from tests.e2e.runs import REPO, held, ledger, metrics, training
 from tests.ray_cluster import SEATS, RayCluster, may_hide, nothing_left, ray_cluster
 from tidegate.errors import StartError
 
@@ -56,6 +56,33 @@ def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> N
     assert '"outcome":"cancelled"' in failures, "the episodes of the lost actor"
     for name in ("engine-1", "engine-2", "trainer-1", "gateway", "agent-1", "agent-2"):
         assert (run_dir / "logs" / f"{name}.log").exists(), "logs of both nodes are together"
+
+
+def test_states_tools_and_rewards_are_on_another_node_and_come_back(cluster: RayCluster) -> None:
+    run_dir = cluster.runs / "states"
+    seats = [seat for seat in SEATS if not seat.startswith("--cluster.env")]
+    arguments = [
+        "--cluster", cluster.address, "--trainer.steps=1000", f"--env.use={REPO}/benchmarks/desk.py:Desk",
+        "--agent.use=chat", "--cluster.env={CPU = 0.1, far = 0.1}", *seats,
+    ]  # fmt: skip
+    with training(run_dir, *arguments, environment=cluster.environment) as run:
+        run.until_step(1)
+        command = cluster.command("env.address")
+        assert command[command.index("--host") + 1] not in (cluster.network.address(1), "127.0.0.1")
+        (owner,) = cluster.owners("env.address")
+        os.kill(owner, signal.SIGKILL)
+        run.until_said("the env is back")
+        run.until_step(metrics(run_dir)[-1]["step"] + 2)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output()
+    assert nothing_left(cluster, "states")
+    assert "the env was lost" in " ".join(run.output().split())
+    assert (run_dir / "logs" / "env.log").exists(), "the log of another node"
+    assert held(run_dir).groups["failed"] == 0
+    entries = ledger(run_dir)
+    assert not [one for one in entries if one["event"] == "quarantined"]
+    outcomes = {one.get("outcome") for one in entries if one.get("state") == "failed"}
+    assert outcomes <= {"infra_error", "cancelled"}
 
 
 def test_a_killed_command_takes_its_run_along(cluster: RayCluster) -> None:

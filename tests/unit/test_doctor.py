@@ -34,11 +34,11 @@ from tidegate.doctor.timeout import within
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward, exact_answer
-from tidegate.envs.tools import tool
+from tidegate.envs.tools import Tool, tool
 from tidegate.errors import ConfigError
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
-from tidegate.types import Task
+from tidegate.types import Message, Task
 
 
 def settings_of(model: Path = TINY_BASE, **more: dict[str, Any]) -> Settings:
@@ -449,6 +449,23 @@ class Arrayed(Stateful):
         return {**await super().setup(task), "board": np.arange(3)}
 
 
+class NoAnswer(Stateful):
+    async def respond(self, state: Any, reply: Message) -> Message:
+        return state["question"]
+
+
+class Double(Stateful):
+    def tools(self) -> Sequence[Tool]:
+        return [*super().tools(), *super().tools()]
+
+
+class Untyped(Stateful):
+    @tool
+    def peek(self, place) -> str:  # type: ignore[no-untyped-def]
+        """Peeks."""
+        return str(place)
+
+
 class NoDatabase(Stateful):
     async def setup(self, task: Task) -> Any:
         raise ConnectionError("no database")
@@ -462,14 +479,21 @@ class NotReleased(Stateful):
 @pytest.mark.parametrize(
     ("environment", "level", "found"),
     [
-        (Incomparable, Level.OK, {"ok": "set-up and teardown work"}),
-        (Arrayed, Level.OK, {"ok": "set-up and teardown work"}),
+        (
+            Incomparable,
+            Level.NOTE,
+            {"setup_not_compared": "state['lock'] is a lock, which cannot be compared"},
+        ),
+        (Arrayed, Level.OK, {"ok": "setup, respond and teardown work"}),
         (
             NoSetup,
             Level.ERROR,
             {"state_without_setup": "'known' asks for the state, and 'sound' has no setup"},
         ),
-        (DrawsAgain, Level.WARNING, {"setup_changes": "another state for the same task t0"}),
+        (DrawsAgain, Level.WARNING, {"setup_changes": "for the same task t0: state['made'] differs"}),
+        (NoAnswer, Level.ERROR, {"state_raised": "respond raised KeyError: 'question'"}),
+        (Double, Level.ERROR, {"tools_double": "'sound' has 2 tools named 'look'"}),
+        (Untyped, Level.ERROR, {"tools_invalid": "the parameter 'place' needs a type hint"}),
         (NoDatabase, Level.ERROR, {"state_raised": "setup raised ConnectionError: no database"}),
         (NotReleased, Level.ERROR, {"state_raised": "teardown raised OSError: it is in use"}),
     ],

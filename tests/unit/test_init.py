@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from tests import REPO
 from tidegate.agents.base import load_agent
 from tidegate.cli import main
 from tidegate.config import load_settings
+from tidegate.doctor.findings import Finding, Level
+from tidegate.doctor.rewards import check_rewards
+from tidegate.doctor.states import check_states
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError
 from tidegate.scaffold import init
-from tidegate.scaffold.init import FILES, make_project
+from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
 
 ROOT = REPO
 
@@ -65,6 +69,26 @@ def test_its_settings_agent_and_environment_load(tmp_path: Path, monkeypatch: py
     environment = load_environment(settings.env.use, settings.env.options)
     assert environment.names == ["correct"]
     assert len(environment.eval_sets()[""]) >= settings.eval.tasks
+
+
+def test_a_project_with_a_stateful_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "s1", "--stateful"]) == 0
+    assert sorted(one.name for one in Path("s1").iterdir()) == sorted(
+        [*STATEFUL_FILES, "model", ".gitignore"]
+    )
+    monkeypatch.chdir("s1")
+    settings = load_settings(Path("config.toml"))
+    load_agent(settings.agent.use, settings.agent.options)
+    environment = load_environment(settings.env.use, settings.env.options)
+    assert environment.stateful
+    assert [tool.name for tool in environment.tools()] == ["calculator", "undo"]
+    assert codes(check_states(environment)) == []
+    assert codes(check_rewards(environment)) == ["reads_state"]
+
+
+def codes(findings: Sequence[Finding]) -> list[str]:
+    return [finding.code for finding in findings if finding.level is not Level.OK]
 
 
 @pytest.mark.parametrize(

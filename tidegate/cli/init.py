@@ -17,16 +17,20 @@ def add(subparsers: Subparsers) -> None:
         "model. It can be trained at once; edit the files to make it your own.",
     )
     parser.add_argument("name", help="name of the directory, created in the current one")
+    parser.add_argument(
+        "--stateful", action="store_true", help="an environment with a state and tools, and the agent `chat`"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.program import program, python
-    from tidegate.scaffold.init import make_project
+    from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
 
-    project = make_project(arguments.name, Path.cwd())
+    project = make_project(arguments.name, Path.cwd(), arguments.stateful)
+    files = STATEFUL_FILES if arguments.stateful else FILES
     print(
-        f"Made {project.name}/: agent.py, env.py, config.toml, test_project.py and a base model.\n\n"
+        f"Made {project.name}/: {', '.join(files)} and a base model.\n\n"
         "Next:\n"
         f"  cd {project.name}{_missing(python())}\n"
         f"  {python()} -m pytest\n"

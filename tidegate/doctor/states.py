@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import copy
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
+from tidegate.doctor.comparison import IncomparableError, difference
 from tidegate.doctor.environment import TASKS, first_tasks
-from tidegate.doctor.findings import Finding, error, ok, warning
+from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.envs.service.episodes import Episode, EpisodeError
@@ -16,6 +16,7 @@ from tidegate.types import Task
 
 EPISODE_S = 30.0
 """Timeout of two set-ups and teardowns."""
+REPLY = {"role": "assistant", "content": "I do not know."}
 
 
 def check_states(environment: Environment) -> list[Finding]:
@@ -31,7 +32,7 @@ def check_states(environment: Environment) -> list[Finding]:
             found += _state(scorers[name], task)
     if found or not any(scorer.stateful for scorer in scorers.values()):
         return found
-    return [ok("states", "set-up and teardown work")]
+    return [ok("states", "setup, respond and teardown work")]
 
 
 def _rewards(scorer: Environment) -> Iterator[Finding]:
@@ -48,7 +49,16 @@ def _rewards(scorer: Environment) -> Iterator[Finding]:
 
 
 def _tools(scorer: Environment) -> Iterator[Finding]:
-    for tool in scorer.tools():
+    try:
+        tools = scorer.tools()
+    except Exception as failure:  # noqa: BLE001 - an environment's own tools() may raise anything
+        text = f"the tools of {scorer.name!r} cannot be described: {failure}"
+        yield error("states", "tools_invalid", text, "each parameter of a tool needs a type hint")
+        return
+    for name, number in Counter(tool.name for tool in tools).items():
+        if number > 1:
+            yield error("states", "tools_double", f"{scorer.name!r} has {number} tools named {name!r}")
+    for tool in tools:
         if not tool.description:
             text = f"the tool {tool.name!r} has no description, so that a model cannot know what it does"
             yield warning("states", "tool_undescribed", text, "write a docstring")
@@ -61,39 +71,37 @@ def _tools(scorer: Environment) -> Iterator[Finding]:
 
 def _state(scorer: Environment, task: Task) -> Iterator[Finding]:
     try:
-        equal = within(EPISODE_S, lambda: asyncio.run(_set_up_twice(scorer, task)))
+        place = within(EPISODE_S, lambda: asyncio.run(_set_up_twice(scorer, task)))
     except TimeoutError as failure:
-        text = f"setup and teardown of {scorer.name!r} don't end on task {task.id}: {failure}"
+        text = f"setup, respond and teardown of {scorer.name!r} don't end on task {task.id}: {failure}"
         yield error("states", "state_hung", text)
     except EpisodeError as failure:
         yield error("states", "state_raised", f"on task {task.id}, {failure}")
+    except (IncomparableError, RecursionError) as failure:
+        text = f"it was not checked whether setup() is deterministic: {failure}"
+        yield note("states", "setup_not_compared", text)
     else:
-        if not equal:
+        if place is not None:
             text = (
-                f"setup() gives another state for the same task {task.id}: the episodes of a group would not "
-                "start alike"
+                f"setup() gives another state for the same task {task.id}: {place} differs, so the episodes "
+                "of a group would not start alike"
             )
             fix = "draw from random.Random(task.id); names of files and connections may differ"
             yield warning("states", "setup_changes", text, fix)
 
 
-async def _set_up_twice(scorer: Environment, task: Task) -> bool:
-    """Returns whether both states are equal, as far as they can be compared."""
+async def _set_up_twice(scorer: Environment, task: Task) -> str | None:
+    """Makes two states and has one of them answer a reply; returns the place at which they differed."""
     one, other = Episode(scorer, task), Episode(scorer, task)
     await one.setup()
     try:
         await other.setup()
         try:
-            return not _compares(one.state) or bool(one.state == other.state)
+            try:
+                return difference(one.state, other.state)
+            finally:
+                await one.respond(dict(REPLY))
         finally:
             await other.teardown()
     finally:
         await one.teardown()
-
-
-def _compares(state: Any) -> bool:
-    """Returns whether `==` compares a state by its value: then it equals its copy."""
-    try:
-        return bool(state == copy.deepcopy(state))
-    except Exception:  # noqa: BLE001 - a user's object may raise anything
-        return False

@@ -14,13 +14,21 @@ HERE = Path(__file__).parent
 TINY_BASE = HERE / "tiny_base"
 """The bundled base model; in a checkout it is a link to `examples/tiny_base/model`."""
 FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
+STATEFUL_FILES = ("env.py", "config.toml", "test_project.py")
+"""Files of a project with a stateful environment, whose agent is the built-in `chat`."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
-def make_project(name: str, where: Path) -> Path:
+def make_project(name: str, where: Path, stateful: bool = False) -> Path:
     """Creates the directory `where/name` atomically, with a copy of the base model, so that it can be moved.
 
-    Raises ConfigError if the name is invalid, the directory exists, or it cannot be written.
+    Args:
+        name: Name of the project.
+        where: Directory in which it is created.
+        stateful: Whether its environment has a state and tools.
+
+    Raises:
+        ConfigError: The name is invalid, the directory exists, or it cannot be written.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -33,17 +41,18 @@ def make_project(name: str, where: Path) -> Path:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
             partial = Path(folder, name)
-            _fill(partial, name)
+            _fill(partial, name, stateful)
             partial.rename(project)
     except OSError as error:
         raise ConfigError(f"{project} cannot be created: {error.strerror or error}") from error
     return project
 
 
-def _fill(folder: Path, name: str) -> None:
+def _fill(folder: Path, name: str, stateful: bool) -> None:
     folder.mkdir()
-    for file in FILES:
-        text = (HERE / "project" / f"{file}.tmpl").read_text(encoding="utf-8")
+    templates = HERE / ("stateful" if stateful else "project")
+    for file in STATEFUL_FILES if stateful else FILES:
+        text = (templates / f"{file}.tmpl").read_text(encoding="utf-8")
         if file == "config.toml":
             text = text.replace("{name}", name)
         (folder / file).write_text(text, encoding="utf-8")

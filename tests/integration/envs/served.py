@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import time
@@ -35,6 +37,9 @@ class Counter(Environment):
     async def setup(self, task: Task) -> dict[str, Any]:
         if task.info.get("fails"):
             raise ValueError("no database")
+        if task.info.get("late"):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
         return {"total": 0, "file": task.info.get("file")}
 
     @tool
@@ -46,6 +51,13 @@ class Counter(Environment):
         """
         if number < 0:
             raise ToolError("only numbers ≥ 0")
+        state["total"] += number
+        return str(state["total"])
+
+    @tool
+    async def add_later(self, state: dict[str, Any], number: int, seconds: float) -> str:
+        """Adds a number after a while."""
+        await asyncio.sleep(seconds)
         state["total"] += number
         return str(state["total"])
 
@@ -80,6 +92,11 @@ class Counter(Environment):
             Path(state["file"]).write_text(str(state["total"]))  # noqa: ASYNC240
 
 
+def _note(file: str, line: str) -> None:
+    with Path(file).open("a") as notes:
+        notes.write(f"{line}\n")
+
+
 def act(output: str | None) -> float:
     """Does what the agent's output says."""
     word, _, argument = (output or "").partition(" ")
@@ -89,6 +106,16 @@ def act(output: str | None) -> float:
         re.match(r"(a+)+$", "a" * 40 + "b")
     elif word == "exit":
         os._exit(3)
+    elif word == "fork":  # the child has the worker's open files
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        _note(argument, str(child))
+        os._exit(3)
+    elif word == "note":
+        _note(argument, "scored")
+        time.sleep(0.5)
     elif word == "raise":
         raise ValueError(argument)
     return 1.0

@@ -53,7 +53,7 @@ async def test_an_episode_has_a_state_tools_and_another_side(tmp_path: Path) -> 
         assert info is not None
         assert info.stateful
         assert info.rewards == ["total"]
-        assert [tool["function"]["name"] for tool in info.tools][:2] == ["add", "process"]
+        assert [tool["function"]["name"] for tool in info.tools][:2] == ["add", "add_later"]
         file = tmp_path / "torn_down"
         task = Task("t", "counter", [], info={"file": str(file)})
         await env.setup("a", task, 60.0)
@@ -112,8 +112,39 @@ async def test_a_setup_that_fails_is_no_fault_of_the_agent_and_is_not_repeated()
             await env.setup("a", Task("t", "counter", [], info={"fails": True}), 60.0)
         with pytest.raises(EpisodeLostError, match="no database"):
             await env.call_tool("a", "add", {"number": 1})
-        with pytest.raises(EpisodeLostError, match="has lost the episode's state"):
+        with pytest.raises(EpisodeLostError, match="no state of the episode unknown: it was restarted"):
             await env.setup("unknown", TASK, 60.0, create=False)
+
+
+async def test_a_setup_that_ends_as_it_is_cancelled_has_its_state_and_its_teardown(tmp_path: Path) -> None:
+    late = Task("t", "counter", [], info={"late": True, "file": str(tmp_path / "gone")})
+    async with service("Counter", call_timeout_s=0.5) as env:
+        await env.setup("a", late, 60.0)
+        assert (await env.call_tool("a", "add", {"number": 3})).content == "3"
+        await env.teardown("a")
+        assert (tmp_path / "gone").read_text() == "3"
+
+
+async def test_an_episode_that_ended_before_its_agent_began_begins_again(tmp_path: Path) -> None:
+    async with service("Counter") as env:
+        await env.setup("a", TASK, 60.0)
+        await env.call_tool("a", "add", {"number": 1})
+        await env.teardown("a")
+        await env.setup("a", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 60.0)
+        assert (await env.call_tool("a", "add", {"number": 1})).content == "1"
+
+        running = asyncio.create_task(env.call_tool("a", "add_later", {"number": 5, "seconds": 0.5}))
+        await asyncio.sleep(0.1)  # it is sent
+        assert (await env.score("a", TASK, ended(env="counter", episode="a"))).reward == 6.0, "after the tool"
+        assert (await running).content == "6"
+        slow = {"number": 10, "seconds": 0.5}
+        calls = [asyncio.create_task(env.call_tool("a", "add_later", slow)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await env.teardown("a")
+        assert (tmp_path / "gone").read_text() == "16", "it waits for the call that runs, and for no other"
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(one) for one in results[1:]] == [EpisodeLostError] * 2
+        assert "the episode has ended" in str(results[1])
 
 
 async def test_a_state_is_torn_down_at_its_deadline(tmp_path: Path) -> None:
@@ -180,6 +211,28 @@ async def test_a_reward_that_hangs_or_ends_its_process_costs_itself_alone() -> N
         assert "2 times while it computed this reward" in str(results[2])
         assert "raised ValueError: it" in str(results[3])
         assert await scored(env, "fine") == 1.0
+
+
+async def test_a_worker_that_leaves_a_forked_process_is_replaced_and_the_process_ends(tmp_path: Path) -> None:
+    async with service("Acting") as env:
+        async with asyncio.timeout(60.0):
+            with pytest.raises(RewardError, match="exit code 3, 2 times"):
+                await env.score("e", ACTING, ended(f"fork {tmp_path / 'pids'}"))
+            assert await scored(env, "fine") == 1.0
+        children = (tmp_path / "pids").read_text().split()
+        assert len(children) == 2
+        await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+
+
+async def test_a_repeated_score_joins_the_one_in_progress(tmp_path: Path) -> None:
+    async with service("Acting") as env:
+        note = ended(f"note {tmp_path / 'notes'}")
+        scores = await asyncio.gather(*(env.score("e", ACTING, note) for _ in range(5)))
+        assert {one.reward for one in scores} == {1.0}
+        assert (tmp_path / "notes").read_text() == "scored\n"
+        other = ended(f"note {tmp_path / 'others'}")
+        await asyncio.gather(env.score("e", ACTING, note), env.score("e", ACTING, other))
+        assert (tmp_path / "others").exists(), "the same episode's name, and another trajectory"
 
 
 async def test_a_reward_that_holds_the_interpreters_lock_fails_alone() -> None:

@@ -33,6 +33,8 @@ class Episode:
         self.environment = environment
         self.task = task
         self.state: Any = None
+        self.over = False
+        """Whether it is being torn down: calls that wait for their turn are dropped."""
         self._tools = {tool.name: tool for tool in environment.tools()}
         self._lock = asyncio.Lock()
         self._results: dict[str, Any] = {}
@@ -48,9 +50,12 @@ class Episode:
     async def once(self, key: str | None, call: Callable[[], Any], started: Callable[[], None]) -> Any:
         """Awaits a call, or returns the result of the earlier call with the same key.
 
-        `started` is called when the call begins, which is after the episode's earlier calls.
+        `started` is called when the call begins, which is after the episode's earlier calls. Raises
+        EpisodeError if the episode ended meanwhile.
         """
         async with self._lock:
+            if self.over:
+                raise EpisodeError("the episode has ended")
             if key is not None and key in self._results:
                 return self._results[key]
             started()
@@ -98,12 +103,18 @@ class Episode:
             raise EpisodeError(f"respond returned {type(answer).__name__}, not a message, a text or Done")
         return {"message": message, "done": done}
 
-    async def teardown(self) -> None:
-        """Raises EpisodeError."""
-        try:
-            await self.environment.teardown(self.state)
-        except Exception as error:
-            raise EpisodeError(f"teardown {_raised(error)}") from error
+    async def teardown(self, started: Callable[[], None] = lambda: None) -> None:
+        """Releases the state, after the call that uses it. Raises EpisodeError.
+
+        `started` is called when the environment's code begins to run.
+        """
+        self.over = True
+        async with self._lock:
+            started()
+            try:
+                await self.environment.teardown(self.state)
+            except Exception as error:
+                raise EpisodeError(f"teardown {_raised(error)}") from error
 
 
 def cut(text: str) -> str:

@@ -29,6 +29,7 @@ MAX_LOSSES = 2
 SWEEP_S = 0.5
 REMEMBERED = 65_536
 """Lost episodes that are remembered, with the reason."""
+ENDED = "the episode has ended"
 NO_WORKER_S = 120.0
 FIRST_S, LONGEST_S = 0.2, 30.0
 """Delays between starts of workers that fail."""
@@ -70,12 +71,13 @@ class WorkerPool:
         self._number = 0
         self._episodes: dict[str, _Held] = {}
         self._settings_up: dict[str, asyncio.Task[None]] = {}
+        self._scores: dict[tuple[str, bytes], asyncio.Task[Any]] = {}
+        """Scores in progress by episode and trajectory: a repeated request joins the first."""
         self._lost: OrderedDict[str, str] = OrderedDict()
         self._changed = asyncio.Condition()
         self._alone = asyncio.Semaphore(2)
         """Rewards that get a worker of their own."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing = False
 
     async def start(self) -> None:
         """Starts the workers. Raises ConfigError or StartError if the first ones do not start."""
@@ -92,7 +94,6 @@ class WorkerPool:
 
     async def close(self) -> None:
         """Tears the episodes down, within seconds, and ends the workers."""
-        self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(5.0):
                 await asyncio.gather(*(self.teardown(name) for name in list(self._episodes)))
@@ -118,13 +119,14 @@ class WorkerPool:
             CallTimeoutError: It took too long.
             WorkerLostError: Its worker ended.
         """
-        if name in self._lost:
+        if self._lost.get(name, ENDED) != ENDED:
             raise NoEpisodeError(self._lost[name])
         if name in self._episodes and name not in self._settings_up:
             return
         if name not in self._settings_up:
             if not create:
-                raise NoEpisodeError("the environment service was restarted and has lost the episode's state")
+                raise self._unknown(name)
+            self._lost.pop(name, None)  # torn down before its agent began
             job = self.own(self._setup(name, task, deadline_s))
             self._settings_up[name] = job
             job.add_done_callback(lambda _: self._settings_up.pop(name, None))
@@ -162,7 +164,7 @@ class WorkerPool:
         held = self._episodes.get(name)
         if held is None:
             return
-        self._forget(name, "the episode has ended")
+        self._forget(name, ENDED)
         try:
             await self._call(held.worker, "teardown", self.settings.call_timeout_s, episode=name)
         except TidegateError as error:
@@ -171,8 +173,12 @@ class WorkerPool:
     def _held(self, name: str) -> _Held:
         held = self._episodes.get(name)
         if held is None or name in self._settings_up:
-            raise NoEpisodeError(self._lost.get(name, f"there is no episode {name}"))
+            raise self._unknown(name)
         return held
+
+    def _unknown(self, name: str) -> NoEpisodeError:
+        restarted = f"the environment service has no state of the episode {name}: it was restarted"
+        return NoEpisodeError(self._lost.get(name, restarted))
 
     def _forget(self, name: str, why: str) -> None:
         held = self._episodes.pop(name, None)
@@ -191,6 +197,13 @@ class WorkerPool:
             RewardError: A reward failed, took too long, or ended its process twice.
             NoEpisodeError: The episode's state is lost.
         """
+        key = (name, trajectory)
+        if key not in self._scores:
+            self._scores[key] = job = self.own(self._scored(name, stateful, task, trajectory))
+            job.add_done_callback(lambda _: self._scores.pop(key, None))
+        return await asyncio.shield(self._scores[key])
+
+    async def _scored(self, name: str, stateful: bool, task: str, trajectory: bytes) -> Any:
         arguments = {"episode": name, "task": task, "trajectory": trajectory}
         losses, alone = 0, False
         while True:
@@ -228,7 +241,8 @@ class WorkerPool:
             return await self._call(worker, "score", self.settings.reward_timeout_s, **arguments)
         finally:
             worker.scoring -= 1
-            await self._notify()
+            async with self._changed:
+                self._changed.notify()  # one place is free
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -270,8 +284,7 @@ class WorkerPool:
                     last = now
                 elif now - last > NO_WORKER_S:
                     raise WorkerLostError(f"no worker could be started for {NO_WORKER_S:g} s; see the log")
-                with contextlib.suppress(TimeoutError):  # a worker that responds again notifies nobody
-                    await asyncio.wait_for(self._changed.wait(), SWEEP_S)
+                await self._changed.wait()
 
     def _new(self) -> WorkerProcess:
         self._number += 1
@@ -322,8 +335,12 @@ class WorkerPool:
         """Tears down expired episodes, ends retired workers, and kills those that do not respond."""
         longest = max(self.settings.reward_timeout_s, self.settings.call_timeout_s)
         longest += SWEEP_S + 2 * CANCEL_S  # after the call's own timeout, which knows whose fault it is
+        usable = 0
         while True:
             await asyncio.sleep(SWEEP_S)
+            before, usable = usable, sum(worker.responsive for worker in self._workers)
+            async with self._changed:  # a worker that responds again notifies nobody
+                self._changed.notify(len(self._tasks) if usable != before or usable == 0 else 1)
             now = asyncio.get_running_loop().time()
             for name, held in list(self._episodes.items()):
                 if now >= held.expires:

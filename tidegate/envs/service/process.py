@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
+import os
 import signal
 import socket
 import sys
@@ -16,12 +18,16 @@ from tidegate.envs.service import frames
 from tidegate.errors import ConfigError, StartError, TidegateError
 from tidegate.service.process import OwnedProcess
 
+log = logging.getLogger("tidegate.envs.service.process")
+
 READY_S = 120.0
 PING_S = 0.5
 UNRESPONSIVE_S = 2.0
 """Time without an answer after which a worker gets no new work: code in it holds the interpreter's lock."""
 CANCEL_S = 1.0
 """Time that a cancelled call may take to end before it counts as stuck."""
+LAST_WORDS_S = 1.0
+"""Time between the end of a process and that of its stream, in either order."""
 
 
 class WorkerLostError(TidegateError):
@@ -77,6 +83,8 @@ class WorkerProcess(OwnedProcess):
         self._pinging: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self.exited = asyncio.Event()
+        self._ending = False
+        """Whether the process or its stream has ended, of which the other soon does."""
 
     async def start(self) -> None:
         """Starts the process and waits until its environments are loaded.
@@ -100,6 +108,10 @@ class WorkerProcess(OwnedProcess):
         except TimeoutError:
             await self.kill()
             raise StartError(f"{self.title} did not load its environment within {READY_S:g} s") from None
+        except BaseException:  # nobody else would end it
+            self._kill_group()
+            self._writer.close()
+            raise
         if about is None or "error" in about:
             how = await self.wait_for_exit() if about is None else ""
             await self.kill()
@@ -116,7 +128,7 @@ class WorkerProcess(OwnedProcess):
     @property
     def responsive(self) -> bool:
         """Whether it runs and answers pings."""
-        return not self.exited.is_set() and self.silent_s() <= UNRESPONSIVE_S
+        return not self._ending and self.silent_s() <= UNRESPONSIVE_S
 
     async def call(self, op: str, timeout_s: float, **arguments: Any) -> Any:
         """Runs an operation in the worker; its deadline starts when its code begins to run.
@@ -133,9 +145,8 @@ class WorkerProcess(OwnedProcess):
             begins: set[asyncio.Future[Any]] = {call.started, call.answer}
             await asyncio.wait(begins, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({call.answer}, timeout=timeout_s)
-            if not call.answer.done():
-                stuck = await self._cancel(number, call)
-                raise CallTimeoutError(f"it took longer than {timeout_s:.3g} s", stuck=stuck)
+            if not call.answer.done() and not await self._cancel(number, call):
+                raise CallTimeoutError(f"it took longer than {timeout_s:.3g} s", stuck=_stuck(call.answer))
             answer = call.answer.result()
         except asyncio.CancelledError:
             with contextlib.suppress(WorkerLostError):
@@ -150,17 +161,40 @@ class WorkerProcess(OwnedProcess):
         return answer["result"]
 
     async def _cancel(self, number: int, call: _Call) -> bool:
-        """Cancels a call; returns whether its code still runs."""
+        """Cancels a call; returns whether it had a result nevertheless, as a setup that must not be lost."""
         self._send({"id": number, "op": "cancel"})
         await asyncio.wait({call.answer}, timeout=CANCEL_S)
-        return not call.answer.done() or bool(call.answer.result().get("stuck"))
+        return call.answer.done() and call.answer.result().get("kind") != "cancelled"
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._writer is None or self.exited.is_set():
+        if self._writer is None or self._ending or self._writer.is_closing():
             raise WorkerLostError(f"{self.title} has ended")
         self._writer.write(frames.pack(message))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Receives messages until the process ends; then its calls fail.
+
+        The stream alone does not show the end: a process that was forked in the worker keeps it open.
+        """
+        receiving = asyncio.create_task(self._receive(reader), name=f"{self.title} messages")
+        ending = asyncio.create_task(self.wait_for_exit(), name=f"{self.title} exit")
+        try:
+            await asyncio.wait((receiving, ending), return_when=asyncio.FIRST_COMPLETED)
+            self._ending = True
+            await asyncio.wait((receiving, ending), timeout=LAST_WORDS_S)
+            self._kill_group()  # if it only closed its stream; and the processes that it started
+            how = await ending
+        finally:
+            receiving.cancel()
+            ending.cancel()
+        if not receiving.cancelled() and receiving.done() and (error := receiving.exception()) is not None:
+            log.error("%s sent a message that cannot be read", self.title, exc_info=error)
+        self.exited.set()
+        for call in self._calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(WorkerLostError(how))
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
         while (message := await frames.read(reader)) is not None:
             if message["id"] == 0:
                 self._answered = time.monotonic()
@@ -170,11 +204,6 @@ class WorkerProcess(OwnedProcess):
                 _settle(call.started, None)
             else:
                 _settle(call.answer, message)
-        how = await self.wait_for_exit()
-        self.exited.set()
-        for call in self._calls.values():
-            if not call.answer.done():
-                call.answer.set_exception(WorkerLostError(how))
 
     async def _ping(self) -> None:
         while not self.exited.is_set():
@@ -188,13 +217,24 @@ class WorkerProcess(OwnedProcess):
         """Kills the process and waits for its end; its calls raise WorkerLostError."""
         if self._pinging is not None:
             self._pinging.cancel()
-        self.signal(signal.SIGKILL)
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:
+            self._kill_group()
             await self._process.wait()
         if self._reading is not None:
-            await self._reading
+            await asyncio.wait((self._reading,))
         if self._writer is not None:
             self._writer.close()
+
+    def _kill_group(self) -> None:
+        """Kills the process and those that it started, which have its process group."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def _stuck(answer: asyncio.Future[dict[str, Any]]) -> bool:
+    """Whether the code of a cancelled call still runs."""
+    return not answer.done() or bool(answer.result().get("stuck"))
 
 
 def _settle(future: asyncio.Future[Any], value: Any) -> None:

@@ -100,27 +100,25 @@ class CallRunner:
             case "score":
                 return await self._score(number, message)
             case "teardown":
-                self._started(number)
-                await self._episodes.pop(name).teardown()
+                await self._episodes.pop(name).teardown(lambda: self._started(number))
             case op:
                 raise ValueError(f"unknown operation {op!r}")
         return None
 
     async def _score(self, number: int, message: dict[str, Any]) -> Any:
         task = msgspec.convert(json.loads(message["task"]), Task)
-        trajectory = from_wire(message["trajectory"], Trajectory)
-        episode = self._episodes.get(message["episode"])
-        state = None if episode is None else episode.state
-        self._started(number)
-        scored = await score(
-            self._environments[trajectory.env],
-            task,
-            trajectory,
-            trajectory.output,
-            trajectory.messages,
-            state,
-        )
-        return msgspec.to_builtins(plain(scored))
+        ended = from_wire(message["trajectory"], Trajectory)
+        environment, episode = self._environments[ended.env], self._episodes.get(message["episode"])
+
+        async def compute(state: Any = None) -> Any:
+            scored = await score(environment, task, ended, ended.output, ended.messages, state)
+            return msgspec.to_builtins(plain(scored))
+
+        if episode is None:
+            self._started(number)
+            return await compute()
+        # After a tool that the agent did not wait for, so that nothing else changes the state meanwhile.
+        return await episode.once(None, lambda: compute(episode.state), lambda: self._started(number))
 
     def _started(self, number: int) -> None:
         self._send({"id": number, "event": "started"})

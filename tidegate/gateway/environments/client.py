@@ -27,6 +27,8 @@ SILENT_S = 30.0
 """Time without a byte of a response after which a request is repeated; services send padding more often."""
 UNAVAILABLE_S = 60.0
 """Time for which a request is repeated while its service does not respond."""
+MOST_BROKEN = 5
+"""Responses that may break off before a request fails: something in it may end the service."""
 FIRST_S, LONGEST_S = 0.05, 2.0
 _PADDING = b"\xc0"
 
@@ -118,24 +120,29 @@ class EnvironmentClient(HttpClient):
         Every request may be repeated: a service returns the first result. Raises EpisodeLostError.
         """
         data = msgspec.msgpack.encode(body)
-        failures, until = 0, time.monotonic() + within_s
+        failures, broken, until = 0, 0, time.monotonic() + within_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENT_S)
         while True:
+            responds = False
             try:
                 async with self.http.request(
                     method, url, data=data, headers=bearer(self._key), timeout=timeout
                 ) as response:
+                    responds = True
                     content = await response.read()
                 if response.status != 200:
                     raise EpisodeLostError(f"{url}: status {response.status}: {content[:200].decode()}")
                 answer: dict[str, Any] = msgspec.msgpack.decode(content.lstrip(_PADDING))
                 return answer
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-                if time.monotonic() > until:
+                if responds:  # it was there until now, perhaps for longer than `within_s`
+                    failures, broken, until = 0, broken + 1, time.monotonic() + within_s
+                if time.monotonic() > until or broken > MOST_BROKEN:
                     what = f"{type(error).__name__}: {error}"
-                    raise EpisodeLostError(
-                        f"the environment service at {url} did not respond for {within_s:g} s: {what}"
-                    ) from None
+                    how = f"did not respond for {within_s:g} s"
+                    if broken > MOST_BROKEN:
+                        how = f"broke off {broken} responses"
+                    raise EpisodeLostError(f"the environment service at {url} {how}: {what}") from None
                 await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
                 failures += 1
 

@@ -58,7 +58,7 @@ class OwnedEnvironments(EnvironmentClient):
                 try:
                     await self._service.restart()
                     why = None
-                except StartError as error:
+                except (StartError, OSError) as error:
                     why = str(error)
 
     async def close(self) -> None:
