@@ -50,7 +50,7 @@ async def episode(
 def assert_solved(trajectory: Trajectory, commands: int) -> None:
     assert (trajectory.outcome, trajectory.reward) == (Outcome.COMPLETED, 1.0), trajectory.messages
     assert [one.name for one in trajectory.tool_calls] == ["bash"] * commands
-    assert [one.result for one in trajectory.tool_calls][0] == STEPS[0].output
+    assert trajectory.tool_calls[0].result == STEPS[0].output
 
 
 async def test_claude_code(tmp_path: Path) -> None:

@@ -85,7 +85,8 @@ def test_demonstrations_are_trained_on_where_the_model_speaks(tokenizer: Any) ->
     said = tokenizer.decode([id for id, one in zip(ids, mask, strict=True) if one])
     calls = [message["tool_calls"][0]["function"] for message in messages if "tool_calls" in message]
     texts = [
-        f'<tool_call>\n{{"name": "bash", "arguments": {json.dumps(one["arguments"])}}}\n</tool_call><|im_end|>'
+        f'<tool_call>\n{{"name": "bash", "arguments": {json.dumps(one["arguments"])}}}\n</tool_call>'
+        "<|im_end|>"
         for one in calls
     ]
     assert said == "".join([*texts, "done<|im_end|>"])

@@ -55,9 +55,8 @@ def grade_gold(environment: Environment, threshold: float = 1.0) -> list[GoldSpl
     acting = [scorer for scorer in environment.rewarders().values() if scorer.tools()]
     if needing := [reward.name for scorer in acting for reward in scorer.rewards if reward.needs_state]:
         raise ConfigError(
-            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which tools change and a "
-            "gold answer does not, so --gold cannot grade it: use tidegate doctor, or tidegate eval without "
-            "--gold"
+            f"{environment.name}: the reward {needing[0]!r} reads an episode's state, which a gold answer "
+            "does not change, so --gold cannot grade it: use tidegate doctor, or tidegate eval without --gold"
         )
     return asyncio.run(_graded(environment, threshold))
 
