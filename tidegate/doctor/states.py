@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tidegate.doctor.comparison import IncomparableError, difference
 from tidegate.doctor.environment import TASKS, first_tasks
-from tidegate.doctor.findings import Finding, error, note, ok, warning
+from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.envs.service.episodes import Episode, EpisodeError
@@ -26,6 +26,8 @@ def check_states(environment: Environment) -> list[Finding]:
     for scorer in scorers.values():
         found += _rewards(scorer)
         found += _tools(scorer)
+    if any(finding.level is Level.ERROR for finding in found):
+        return found
     tasks = {task.env: task for task in reversed(first_tasks(environment, TASKS))}
     for name, task in tasks.items():
         if scorers[name].stateful:
