@@ -31,7 +31,7 @@ from tidegate.types import Task
 
 SEED = 17
 BATCH = 32
-STAGES = (("copies", 300), ("bare", 160), ("whole", 100))
+STAGES = (("copies", 300), ("bare", 260), ("whole", 200))
 """Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
 policy's text, which is the longest message and always the same; whole conversations."""
 COPIES_SHARE = 0.3
@@ -56,7 +56,7 @@ PIECES = (
     rf"| ?(?!{_NAME})[A-Za-z_]+(?: (?=[0-9]|{_NAME}))?|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
 )
 MISTAKES = Mistakes(
-    no_identity=0.15, idle=0.2, no_look=0.2, too_strict=0.3, too_lax=0.35, no_stock=0.3, gives_in=0.3
+    no_identity=0.18, idle=0.2, no_look=0.2, too_strict=0.32, too_lax=0.4, no_stock=0.3, gives_in=0.35
 )  # fmt: skip
 
 

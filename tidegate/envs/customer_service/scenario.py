@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from random import Random
 from typing import Literal, NamedTuple, get_args
 
@@ -161,12 +161,13 @@ def _kinds(rng: Random, part: ScenarioSet) -> tuple[Kind, ...]:
 
 def _database(rng: Random, words: NamePool) -> Database:
     count = CUSTOMERS * ORDERS
-    names, items = rng.sample(words.names, CUSTOMERS + count), rng.sample(words.items, count + 8)
-    numbers = rng.sample(words.numbers, 2 * CUSTOMERS + count)
-    zip_codes, keys, orders = numbers[:CUSTOMERS], numbers[CUSTOMERS : 2 * CUSTOMERS], numbers[-count:]
+    names, items = rng.sample(words.names, CUSTOMERS), rng.sample(words.items, count + 8)
+    numbers = iter(rng.sample(words.numbers, 2 * (CUSTOMERS + count)))
+    zip_codes, keys = list(islice(numbers, CUSTOMERS)), list(islice(numbers, CUSTOMERS))
+    orders, boxes = list(islice(numbers, count)), list(numbers)
     customers = {
         key: Customer(name, zip_code)
-        for key, name, zip_code in zip(keys, names[:CUSTOMERS], zip_codes, strict=True)
+        for key, name, zip_code in zip(keys, names, zip_codes, strict=True)
     }
     return Database(
         customers,
@@ -175,7 +176,7 @@ def _database(rng: Random, words: NamePool) -> Database:
                 keys[n % CUSTOMERS],
                 items[n],
                 rng.randint(10, 99),
-                _address(rng, names[CUSTOMERS + n]),
+                f"box {boxes[n]}",
                 rng.choice(OPEN_STATUS),
             )
             for n, order in enumerate(orders)
@@ -194,7 +195,7 @@ def _wish(rng: Random, kind: Kind, order: str, database: Database, words: NamePo
     database.orders[order].status = rng.choice(wrong if forbidden == "status" else ALLOWED_STATUS[kind])
     target = ""
     if kind == "readdress":
-        target = _address(rng, rng.choice(words.names))
+        target = f"box {rng.choice(words.numbers)}"
     elif kind == "exchange":
         in_stock = forbidden != "stock"
         item = database.orders[order].item
@@ -212,7 +213,3 @@ def _reasons(kind: Kind, alone: bool) -> list[Reason]:
     if kind == "exchange":
         reasons += ["stock", "stock"]
     return reasons
-
-
-def _address(rng: Random, street: str) -> str:
-    return f"{street} {rng.randint(10, 99)}"
