@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings, load_settings
-from tidegate.trainer.ledger.entries import FINAL, LedgerEntry, State
+from tidegate.trainer.ledger.entries import ENDED, LedgerEntry, State
 from tidegate.trainer.ledger.ledger import read_ledger
 
 MARKER = "COMMITTED"
@@ -223,8 +223,8 @@ class _LedgerCheck:
             self.report(
                 f"{line['kind']} {line['id']} ended twice: {item.ended['state']}, then {line['state']}"
             )
-        if line["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
-            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which is not a final state")
+        if line["state"] not in [state.value for state in ENDED if state is not State.TRAINED]:
+            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which no ledger entry may state")
         item.ended, item.seq = line, line["seq"]
         if line.get("spared") and not self.paused:
             self.report(f"attempt {line['id']} was spared outside an outage")
@@ -423,14 +423,14 @@ def _check_versions(where: str, versions: set[int], check: _LedgerCheck, item: _
 
 def summary(audit: Audit) -> str:
     """Format the audit as one line: the groups by state, and the verdict."""
-    parts = [f"{number} {state}" for state in [*FINAL, State.LIVE] if (number := audit.groups[state.value])]
+    parts = [f"{number} {state}" for state in [*ENDED, State.LIVE] if (number := audit.groups[state.value])]
     return f"audit: {audit.groups.total()} groups = {' + '.join(parts) or '0'}; {_verdict(audit)}"
 
 
 def table(audit: Audit) -> str:
     """Format the audit as text: one row per state, then the findings."""
     rows = [f"{'state':<12}{'groups':>10}{'attempts':>10}"]
-    for state in [*FINAL, State.LIVE]:
+    for state in [*ENDED, State.LIVE]:
         rows.append(f"{state.value:<12}{audit.groups[state.value]:>10}{audit.attempts[state.value]:>10}")
     rows.append(f"{'issued':<12}{audit.groups.total():>10}{audit.attempts.total():>10}")
     rows.append("")
