@@ -167,7 +167,7 @@ class Turn:
     reward: float = 0.0
     """Reward of this turn, in addition to the episode's."""
     exempt: str | None = None
-    """Why the delivered turn is not trained on: the request's header, model name or key exempts it. Else None."""
+    """Why the delivered turn is not trained on (the request's header, model name or key), or None."""
     structured: str | None = None
     """How a reply to a request with a JSON schema was sampled: under the `grammar`, or as free `text`."""
 

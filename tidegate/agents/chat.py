@@ -1,4 +1,4 @@
-"""The built-in agent `chat`: talks to the model, its environment's tools and the environment's counterpart."""
+"""The built-in agent `chat`: talks to the model, the environment's tools and its counterpart."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ class ServedGateway(SettingsSection):
     """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
     structured_output: Literal["text", "grammar"] = "text"
     """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
-    them; grammar: constrained to the schema, and trained on are only tokens from whose distribution the grammar
-    removed at most a probability of 1e-4."""
+    them; grammar: constrained to the schema, and only tokens from whose distribution the grammar removed at
+    most a probability of 1e-4 are trained on."""
     keys: Path | None = None
     """File with the project keys of clients (`tidegate keys`)."""
     conversation_idle_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0

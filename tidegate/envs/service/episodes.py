@@ -34,7 +34,7 @@ class Episode:
         self.task = task
         self.state: Any = None
         self.over = False
-        """Whether it is being torn down: calls that wait for their turn are dropped."""
+        """Whether it is being torn down: calls that have not begun are dropped."""
         self._tools = {tool.name: tool for tool in environment.tools()}
         self._lock = asyncio.Lock()
         self._results: dict[str, Any] = {}

@@ -187,7 +187,7 @@ class _LedgerCheck:
         items = [*([group] if group is not None else []), *self.members[line["id"]]]
         abandoned = [item for item in items if item.abandoned]
         if not abandoned:
-            self.report(f"group {line['id']} was put back, but no step on it was lost")
+            self.report(f"group {line['id']} was reinstated, but no step on it was rolled back")
         for item in abandoned:
             item.ended, item.abandoned = None, False
 
@@ -224,7 +224,9 @@ class _LedgerCheck:
                 f"{line['kind']} {line['id']} ended twice: {item.ended['state']}, then {line['state']}"
             )
         if line["state"] not in [state.value for state in ENDED if state is not State.TRAINED]:
-            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which no ledger entry may state")
+            self.report(
+                f"{line['kind']} {line['id']} ended as {line['state']!r}, which is no end of an entry"
+            )
         item.ended, item.seq = line, line["seq"]
         if line.get("spared") and not self.paused:
             self.report(f"attempt {line['id']} was spared outside an outage")
@@ -438,7 +440,7 @@ def table(audit: Audit) -> str:
         f"{audit.steps} steps, {audit.versions} versions published, {audit.trained_tokens} tokens "
         f"trained on, the oldest at staleness {audit.oldest_staleness}"
     )
-    rows += [f"WRONG: {finding}" for finding in audit.findings]
+    rows += [f"inconsistent: {finding}" for finding in audit.findings]
     rows.append(_verdict(audit))
     return "\n".join(rows)
 
