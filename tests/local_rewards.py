@@ -54,6 +54,6 @@ class LocalRewards:
         raise EpisodeLostError("there are no tools")
 
     async def respond(self, episode: str, reply: Message, key: str | None = None) -> Response:
-        raise EpisodeLostError("there is no other side")
+        raise EpisodeLostError("there is no counterpart")
 
     async def teardown(self, episode: str) -> None: ...

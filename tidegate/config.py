@@ -51,7 +51,7 @@ class AgentSettings(SettingsSection):
 
     source: Literal["local", "remote", "client"] = "local"
     """Where episodes come from. local: agents in processes that the run starts; remote: agents in remote
-    workers, which the command `tidegate worker` starts; client: programs of their own, which form groups of
+    workers, which the command `tidegate worker` starts; client: your own programs, which form groups of
     episodes with `tidegate.client` and a key of `gateway.keys`, and for which the run starts nothing."""
     use: str = "solver"
     """Name of a built-in agent, or `file.py:ClassOrFunction`."""
@@ -203,10 +203,10 @@ class TrainerSettings(SettingsSection):
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Number of checkpoints that are kept; older ones are removed."""
     outage_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest outage (no engine, no retrieval server) that a run waits for before it stops; it can be
-    resumed."""
+    """Longest outage (no engine, no worker, or a service that fails) that a run waits for before it stops; it
+    can be resumed."""
     watchdog_s: Annotated[float, Field(gt=0)] = 300.0
-    """Time without progress after which the run prints the ledger and stops; at least twice
+    """Time without progress after which the run prints its counts of groups and stops; at least twice
     `agent.deadline_s` + `env.reward_timeout_s`."""
 
     @property
@@ -408,7 +408,7 @@ class Settings(SettingsSection):
         if self.gateway.structured_output == "grammar" and self.engine.kind != "embedded":
             raise ValueError(
                 'gateway.structured_output = "grammar" needs engine.kind = "embedded": other engines do not '
-                "report which tokens the grammar forced, so no token of such a reply could be "
+                "report which tokens the grammar changed, so no token of such a reply could be "
                 'trained on; use gateway.structured_output = "text"'
             )
         if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":

@@ -5,8 +5,8 @@ connection, one attempt ends with an `Outcome` that names the cause and is recor
 continues. Only `completed` and `truncated` episodes are trained on; a failure never counts as reward 0. The
 slot is attempted again, up to `max_attempts` times; then the task is quarantined, with the reason in
 `dead_letters.jsonl`. Infrastructure failures (`infra_error`) have a separate budget and never quarantine a
-task; an outage of all engines pauses the run. If group after group fails or has equal rewards, the run
-stops, because it cannot learn.
+task; an outage (no engine, no worker, or a service that fails) pauses the run. If group after group fails or
+has equal rewards, the run stops, because it cannot learn.
 
 **A bad setting, a bad file or a failed component is an error.** It is raised as one of the classes below
 and shown to the user as one message: what failed, where, and what to do. Committed checkpoints stay.
@@ -101,7 +101,7 @@ class StalledError(TidegateError):
 
 
 class OutageError(TidegateError):
-    """All engines, or another service that episodes need, were unavailable for `trainer.outage_s`."""
+    """All engines, all workers, or a service that episodes need, were unavailable for `trainer.outage_s`."""
 
 
 class NoUsableEpisodesError(TidegateError):

@@ -41,9 +41,10 @@ class Outcome(StrEnum):
     TRUNCATED = "truncated"
     """The last reply reached its token limit, or the session its context or another limit."""
     AGENT_ERROR = "agent_error"
-    """The agent failed: it raised, its process exited, or it has no turn to train on."""
+    """The agent failed: it raised, its program ended with an error, or it has no turn to train on."""
     INFRA_ERROR = "infra_error"
-    """An engine, or a service that the agent uses, failed."""
+    """An engine, the worker, the environment's state, or a service that the agent uses (it raised
+    `InfrastructureError`) failed."""
     REWARD_ERROR = "reward_error"
     """A reward function raised, exceeded its timeout, or did not return a finite number."""
     TIMEOUT = "timeout"
@@ -153,7 +154,8 @@ class Turn:
     cached_tokens: int = 0
     """Prompt tokens whose keys and values the engine reused."""
     output_mask: npt.NDArray[np.uint8] | None = None
-    """1 for each output token that may be trained on, 0 if a grammar forced it; None: all may be."""
+    """1 for each output token that may be trained on, 0 if a grammar changed its distribution; None: all may
+    be."""
     branch: str | None = None
     """Why the turn does not extend the newest one; None if it does."""
     started: float = 0.0
@@ -165,7 +167,7 @@ class Turn:
     reward: float = 0.0
     """Reward of this turn, in addition to the episode's."""
     exempt: str | None = None
-    """Why the delivered turn is not trained on: the request's header or model name exempts it. Else None."""
+    """Why the delivered turn is not trained on (the request's header, model name or key), or None."""
     structured: str | None = None
     """How a reply to a request with a JSON schema was sampled: under the `grammar`, or as free `text`."""
 

@@ -1,7 +1,7 @@
 """An agent of a service desk on the plain `openai` SDK and the official `mcp` client.
 
 The model's tools come from the session's MCP server; what it writes to the customer goes to the environment's
-other side.
+counterpart.
 """
 
 from __future__ import annotations

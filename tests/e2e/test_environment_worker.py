@@ -29,7 +29,7 @@ async def length(output, state):
 
 
 class Held(Arithmetic):
-    """In training its other side waits for the file `go`; each state is a file with its process's id."""
+    """In training its counterpart waits for the file `go`; each state is a file with its process's id."""
 
     rewards = (Reward("length", length),)
 

@@ -1,4 +1,4 @@
-"""A fuzzed agent with tools: calls by both routes, replies to the other side, in any order and any form.
+"""A fuzzed agent with tools: calls by both routes, replies to the counterpart, in any order and any form.
 
 Invariants: no response says that the gateway itself failed; statuses are those that the pages name; the
 record has the calls that were answered, and no others.

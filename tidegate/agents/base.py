@@ -93,7 +93,7 @@ class Session:
         return await session_tools.call(self.openai(), self.url, tool_call)
 
     async def respond(self, message: Message) -> Message | None:
-        """Passes the agent's reply to the environment's other side.
+        """Passes the agent's reply to the environment's counterpart.
 
         Args:
             message: The reply as a chat message.

@@ -1,4 +1,4 @@
-"""The built-in agent `chat`: talks to the model, its environment's tools and the environment's other side."""
+"""The built-in agent `chat`: talks to the model, the environment's tools and its counterpart."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tidegate.types import TaskView
 
 
 class ChatAgent(Agent):
-    """Plays an episode: model reply → its tool calls → model reply → … → answer of the other side → ….
+    """Plays an episode: model reply → its tool calls → model reply → … → response of the counterpart → ….
 
-    It ends when the environment's conversation is over, which without another side is after the first reply
+    It ends when the environment's conversation is over, which without a counterpart is after the first reply
     without tool calls. The output is the content of the last reply.
 
     Args:

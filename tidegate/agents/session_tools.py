@@ -1,4 +1,4 @@
-"""Calls of a session's routes for tools and for the environment's other side."""
+"""Calls of a session's routes for tools and for the environment's counterpart."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def call(llm: AsyncOpenAI, url: str, tool_call: Any) -> Message:
 
 
 async def respond(llm: AsyncOpenAI, url: str, message: Message) -> Message | None:
-    """Passes a reply to the other side; returns the next message, None if the conversation is over."""
+    """Passes a reply to the counterpart; returns the next message, None if the conversation is over."""
     answer = await _post(llm, f"{url}/respond", {"message": message}, uuid.uuid4().hex)
     following: Message | None = None if answer["done"] else answer["message"]
     return following

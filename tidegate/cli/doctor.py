@@ -42,21 +42,21 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
-    sick = True
+    faulty = True
     try:
         examination = Examination(settings, folder, tell, max(1, arguments.episodes))
         findings = asyncio.run(examination.run())
-        sick = failed(findings)
+        faulty = failed(findings)
     finally:
-        if not sick:
+        if not faulty:
             shutil.rmtree(folder, ignore_errors=True)
-    logs = str(folder / "logs") if sick and (folder / "logs").is_dir() else None
+    logs = str(folder / "logs") if faulty and (folder / "logs").is_dir() else None
     if arguments.json:
         wire = [finding.to_wire() for finding in findings]
-        print(json.dumps({"ok": not sick, "logs": logs, "findings": wire}))
+        print(json.dumps({"ok": not faulty, "logs": logs, "findings": wire}))
     else:
         print(_summary(findings, logs))
-    return 1 if sick else 0
+    return 1 if faulty else 0
 
 
 def settings_of(words: list[str]) -> Settings:
@@ -85,4 +85,4 @@ def _summary(findings: list[Finding], logs: str | None) -> str:
     numbers = {level: levels.count(level) for level in ("error", "warning") if level in levels}
     counts = [f"{number} {level}{'s' if number > 1 else ''}" for level, number in numbers.items()]
     where = f"; the processes' logs: {logs}" if logs else ""
-    return f"\n{', '.join(counts) or 'nothing is wrong'}{where}"
+    return f"\n{', '.join(counts) or 'no problem found'}{where}"

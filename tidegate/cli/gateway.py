@@ -24,7 +24,7 @@ def add(subparsers: Subparsers) -> None:
         "gateway",
         help="serve the gateway",
         usage="tidegate gateway --model.path DIR [options] [--section.key value ...]",
-        description="Serve the gateway.",
+        description="Start a gateway without a run, for clients, tests or runs with gateway.url.",
         epilog="The environment variable TIDEGATE_ADMIN_KEY sets the key of the control plane, required "
         "unless gateway.host is loopback; TIDEGATE_WORKER_KEY sets that of workers (tidegate worker).",
     )

@@ -1,4 +1,4 @@
-"""Client of a training run whose episodes come from programs of their own: a notebook, a service, a script.
+"""Client of a training run whose episodes come from your own programs: a notebook, a service, a script.
 
     async with Client("http://127.0.0.1:8000", key) as client:
         async with client.group("task-7") as group:

@@ -39,13 +39,13 @@ def check_environment(
     try:
         found = within(CALL_S * 3, lambda: list(_tasks(settings, environment, renderer)))
     except TimeoutError as failure:
-        text = f"train_task and eval_sets of {use!r} don't end: {failure}"
+        text = f"train_task or eval_sets of {use!r} did not return: {failure}"
         return [error("environment", "environment_hung", text)], None
     except Exception as failure:  # noqa: BLE001 - so may its methods
         what = f"{type(failure).__name__}: {failure}{where(failure)}"
         text = f"train_task or eval_sets of {use!r} raised {what}"
         return [error("environment", "environment_raised", text)], None
-    return found or [ok("environment", f"{use}: its tasks hold together")], environment
+    return found or [ok("environment", f"{use}: its tasks are valid")], environment
 
 
 def first_tasks(environment: Environment, number: int) -> list[Task]:
@@ -135,6 +135,6 @@ def _held_out(environment: Environment) -> Iterator[Finding]:
         text = (
             f"{len(both)} of {len(sets[''])} held-out tasks are "
             f"among the first {TRAINED} training tasks ({both[0]}): the held-out reward would "
-            "say less than it seems to"
+            "be too high"
         )
         yield warning("environment", "held_out_trained", text, "split by a hash of the problem")

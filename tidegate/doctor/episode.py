@@ -89,7 +89,7 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
     why = (summary.error or "")[:ERROR_SHOWN].strip()
     silent = "" if episode.trajectory.turns or episode.refusals else "; it never called the gateway"
     if summary.outcome is Outcome.INFRA_ERROR:
-        yield error("episode", "engine_failed", f"the gateway could not get a reply for your agent: {why}")
+        yield error("episode", "engine_failed", f"an engine, the worker or the environment failed: {why}")
     elif reported is Outcome.TIMEOUT and "blocked" in why:
         text = f"your agent blocked its process: {why}{silent}"
         fix = "make it a plain (not async) function, or await its slow operations"

@@ -75,7 +75,7 @@ def _state(scorer: Environment, task: Task) -> Iterator[Finding]:
     try:
         place = within(EPISODE_S, lambda: asyncio.run(_set_up_twice(scorer, task)))
     except TimeoutError as failure:
-        text = f"setup, respond and teardown of {scorer.name!r} don't end on task {task.id}: {failure}"
+        text = f"setup, respond or teardown of {scorer.name!r} did not return on task {task.id}: {failure}"
         yield error("states", "state_hung", text)
     except EpisodeError as failure:
         yield error("states", "state_raised", f"on task {task.id}, {failure}")

@@ -79,7 +79,7 @@ class Environment(ABC):
     async def setup(self, task: Task) -> Any:
         """Returns the state of a new episode; None by default.
 
-        It must be deterministic from the task, so that all episodes of a group start alike.
+        It must depend on the task only, so that all episodes of a group start alike.
 
         Args:
             task: The task with its answer.
@@ -94,11 +94,11 @@ class Environment(ABC):
         return tools_of(self)
 
     async def respond(self, state: Any, reply: Message) -> Message | str | Done:
-        """Returns the other side's answer to the agent's reply: of a game, or of a simulated user.
+        """Returns the response of a game or of a simulated user to the agent's reply.
 
         Args:
             state: The episode's state.
-            reply: The agent's reply as a chat message.
+            reply: The agent's reply as a chat message; its `content` may be None.
 
         Returns:
             The next message to the agent (a text is a user's message), or `Done` if the conversation is over.
@@ -107,11 +107,11 @@ class Environment(ABC):
         return Done()
 
     async def teardown(self, state: Any) -> None:  # noqa: B027 - optional
-        """Releases what `setup` took. Called once after the episode was scored, also if its agent failed."""
+        """Releases what `setup` took. Called once when the episode has ended, scored or not."""
 
     @property
     def stateful(self) -> bool:
-        """Whether episodes have a state, tools or another side."""
+        """Whether episodes have a state, tools, or a `respond`."""
         cls = type(self)
         overrides = cls.setup is not Environment.setup or cls.respond is not Environment.respond
         return overrides or bool(self.tools())

@@ -57,7 +57,7 @@ def tool(function: Function) -> Function:
 
     The method's name is the tool's, the first paragraph of its docstring the description, and `Args:`
     describes its parameters, which need type hints. A parameter `state` receives the state that `setup`
-    returned. The method may be async; another one runs in a thread.
+    returned. The method may be async; if it is not, it runs in a thread.
     """
     setattr(function, _MARK, True)
     return function

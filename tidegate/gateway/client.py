@@ -156,7 +156,7 @@ class GatewayClient(HttpClient):
             deadline_s: Seconds until the session ends; by default the gateway's setting.
             metadata: JSON object that is stored with the trajectory.
             seed: Seed from which each turn's sampling seed is derived.
-            limits: Budgets of the session: `turns`, `tokens`, `seconds` and `calls` (concurrent ones).
+            limits: Limits of the session: `turns`, `tokens`, `seconds`, `tool_calls`, `calls` (at a time).
             untrained_models: Model names whose calls are recorded and not trained on.
             epoch: Epoch of the calling trainer; a newer trainer cancels the session.
             offer_heartbeat_s: Offers the session to workers, which send heartbeats at this interval; 0: to

@@ -110,8 +110,8 @@ class ServedGateway(SettingsSection):
     """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
     structured_output: Literal["text", "grammar"] = "text"
     """How replies to requests with a JSON schema are sampled in training. text: freely, and the client parses
-    them; grammar: constrained to the schema, and only tokens with more than one allowed value are trained
-    on."""
+    them; grammar: constrained to the schema, and only tokens from whose distribution the grammar removed at
+    most a probability of 1e-4 are trained on."""
     keys: Path | None = None
     """File with the project keys of clients (`tidegate keys`)."""
     conversation_idle_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
@@ -166,7 +166,7 @@ class ServedEnv(SettingsSection):
     reward_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
     call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """Timeout of a tool call, of an episode's set-up, and of an answer of its other side."""
+    """Timeout of a tool call, of an episode's set-up, and of an answer of its counterpart."""
 
 
 class EnvSettings(ServedEnv):

@@ -241,7 +241,7 @@ class Training:
             clear_request(self.dir)
             return
         checkpoint = await self._restore(request.step)
-        why = f"a person decided so; the policy is that of step {request.step}"
+        why = f"requested by tidegate versions; the policy is that of step {request.step}"
         admission.roll_back(admission.version, checkpoint.state["version"], step, why)
         version = admission.reserve_version(step)
         await self.publisher.publish(version)

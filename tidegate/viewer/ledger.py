@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from tidegate.trainer.checkpoint import checkpoint
-from tidegate.trainer.ledger.entries import FINAL, LedgerEntry, State
+from tidegate.trainer.ledger.entries import ENDED, LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.run_files import objects
 
-STATES = (*FINAL, State.LIVE)
+STATES = (*ENDED, State.LIVE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ async def total(state: dict[str, Any]) -> float:
 
 
 class Counter(Environment):
-    """Counts; its tools and its other side fail on request."""
+    """Counts; its tools and its counterpart fail on request."""
 
     name = "counter"
     rewards = (Reward("total", total),)

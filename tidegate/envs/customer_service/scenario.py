@@ -166,8 +166,7 @@ def _database(rng: Random, words: NamePool) -> Database:
     zip_codes, keys = list(islice(numbers, CUSTOMERS)), list(islice(numbers, CUSTOMERS))
     orders, boxes = list(islice(numbers, count)), list(numbers)
     customers = {
-        key: Customer(name, zip_code)
-        for key, name, zip_code in zip(keys, names, zip_codes, strict=True)
+        key: Customer(name, zip_code) for key, name, zip_code in zip(keys, names, zip_codes, strict=True)
     }
     return Database(
         customers,

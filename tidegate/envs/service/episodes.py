@@ -1,4 +1,4 @@
-"""The episodes of one worker process: their states, tools and other sides."""
+"""The episodes of one worker process: their states, tools and counterparts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_REPEATED = 1024
 
 
 class EpisodeError(TidegateError):
-    """An episode's set-up or its other side failed."""
+    """An episode's set-up or its counterpart failed."""
 
 
 class Episode:
@@ -34,7 +34,7 @@ class Episode:
         self.task = task
         self.state: Any = None
         self.over = False
-        """Whether it is being torn down: calls that wait for their turn are dropped."""
+        """Whether it is being torn down: calls that have not begun are dropped."""
         self._tools = {tool.name: tool for tool in environment.tools()}
         self._lock = asyncio.Lock()
         self._results: dict[str, Any] = {}
@@ -87,7 +87,7 @@ class Episode:
             return {"content": cut(f"{name} failed: {type(error).__name__}: {error}"), "error": True}
 
     async def respond(self, reply: dict[str, Any]) -> dict[str, Any]:
-        """Returns the other side's `message`, or None, and whether the conversation is `done`.
+        """Returns the counterpart's `message`, or None, and whether the conversation is `done`.
 
         Raises:
             EpisodeError: The environment raised.

@@ -23,7 +23,7 @@ class EnvironmentInfo:
     tools: Sequence[Mapping[str, Any]] = ()
     """Its tools in the format of OpenAI's `tools`."""
     stateful: bool = False
-    """Whether its episodes have a state, tools or another side."""
+    """Whether its episodes have a state, tools or a counterpart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """The other side's answer to an agent's reply."""
+    """The counterpart's response to an agent's reply."""
 
     message: Message | None
     """None: there is no further message."""
@@ -69,7 +69,7 @@ class EnvironmentService(Protocol):
         """Calls a tool. A call that is repeated with the same key returns the first one's result."""
 
     async def respond(self, episode: str, reply: Message, key: str | None = None) -> Response:
-        """Passes the agent's reply to the other side. Calls with a key are repeated as tool calls are."""
+        """Passes the agent's reply to the counterpart. Calls with a key are repeated as tool calls are."""
 
     async def score(self, episode: str, task: Task, trajectory: Trajectory) -> Scored:
         """Computes the rewards of an episode that ended; its deadline starts when it starts running.

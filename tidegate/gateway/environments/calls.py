@@ -22,7 +22,7 @@ T = TypeVar("T")
 MAX_RESULT = 64 * 1024
 """Bytes of a tool's result that the agent receives."""
 MAX_ARGUMENTS = 256 * 1024
-"""Bytes of a tool call's arguments, or of a reply to the other side."""
+"""Bytes of a tool call's arguments, or of a reply to the counterpart."""
 MAX_NAME = 64
 UNKNOWN = "unknown"
 """Label of tools that the environment does not have."""
@@ -69,7 +69,7 @@ class EnvironmentCalls:
         return ToolResult(call.result, call.error)
 
     async def respond(self, session: GatewaySession, reply: Message, key: str | None) -> Response:
-        """Passes the agent's reply to the other side; the conversation is over if there is none.
+        """Passes the agent's reply to the counterpart; the conversation is over if there is none.
 
         Raises as `call_tool` does.
         """

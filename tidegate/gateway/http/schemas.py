@@ -84,7 +84,7 @@ class ToolArguments(Body):
 
 
 class AgentReply(Body):
-    """A reply that the environment's other side answers."""
+    """A reply that the environment's counterpart responds to."""
 
     message: Annotated[
         dict[str, Any],

@@ -1,4 +1,4 @@
-"""Serves an episode's tools, and the other side of its conversation, to its agent."""
+"""Serves an episode's tools, and the counterpart of its conversation, to its agent."""
 
 from __future__ import annotations
 

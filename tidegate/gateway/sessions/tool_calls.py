@@ -35,7 +35,7 @@ class SessionToolCalls:
         self.numbers = 0
         """Number of the next call in the journal."""
         self.running: set[asyncio.Task[Any]] = set()
-        """Tool calls, and messages to the other side, that are in progress."""
+        """Tool calls, and messages to the counterpart, that are in progress."""
         self._by_key: dict[str, KeyedCall] = {}
 
     def find(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 KIB = 1024
 
 
-@dataclass(frozen=True)
 class SandboxUsage:
-    """Sums over a sandbox."""
+    """Sums over a sandbox.
 
-    memory: int
-    """Bytes of memory that its processes and shared segments hold."""
-    processes: int
-    """Processes and threads."""
-    disk: int
-    """Bytes of its files."""
-    files: int
+    Args:
+        memory: Bytes of memory that its processes and shared segments hold.
+        processes: Processes and threads.
+        disk: Bytes of its files.
+        files: Number of its files.
+    """
+
+    def __init__(self, memory: int, processes: int, disk: int, files: int) -> None:
+        self.memory, self.processes, self.disk, self.files = memory, processes, disk, files
 
 
 def process_ids() -> list[int]:

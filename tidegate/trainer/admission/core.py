@@ -7,7 +7,7 @@ and ending is passed to `record`. The training loop, the simulator and the tests
 
 A group that a client formed enters by `accept`, as a leased one, or is refused.
 
-**Start gate.** A group may start iff outstanding groups < (max_staleness + 1) · groups_per_batch ·
+**Start rule.** A group may start if and only if outstanding groups < (max_staleness + 1) · groups_per_batch ·
 publish_interval. Outstanding groups are running, ready, leased, or trained on since the last publish: a
 trained group makes room only when the resulting version is live. With staleness 0 the run is therefore
 exactly synchronous. Groups that end stale, filtered or failed make room at once. Near the end of the run
@@ -47,7 +47,7 @@ class Admission:
         record: Receives every ledger entry, in order.
         epoch: Number of the trainer's start; makes group ids unique across restarts.
         version: Policy version that is live.
-        step: Optimiser steps taken.
+        step: Steps taken.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Admission:
         return (self.rules.steps - self.steps_done) * self.rules.groups_per_batch - to_train
 
     def next_ticket(self) -> TaskTicket:
-        """Return the next task slot: recycled ones first, then new ones."""
+        """Return the ticket of the next task: recycled ones first, then new ones."""
         if self._recycled:
             return self._recycled.popleft()
         return self._new_ticket()
@@ -125,7 +125,7 @@ class Admission:
         return TaskTicket(self._cursor - 1)
 
     def start_group(self, ticket: TaskTicket, task: str) -> GroupState | None:
-        """Issue a group. Returns None, and uses up the task slot, if the task is quarantined."""
+        """Issue a group. Returns None, and uses up the ticket, if the task is quarantined."""
         if task in self.quarantined:
             return None
         if (blocked := self.blocked_by()) is not None:
@@ -437,7 +437,7 @@ class Admission:
     # ------------------------------------------------------------------ resuming
 
     def progress(self) -> AdmissionProgress:
-        """Return the cursor and the task slots that are outstanding or recycled."""
+        """Return the cursor and the tickets that are outstanding or recycled."""
         groups = self.groups.values()
         outstanding = [group.ticket for group in groups if group.phase is not Phase.UNPUBLISHED]
         return AdmissionProgress(self._cursor, [*self._recycled, *filter(None, outstanding)])

@@ -29,7 +29,7 @@ class Rules:
     client_share: float = 1.0
     """Largest share of a batch that the groups of one client may have."""
     steps: int | None = None
-    """Optimiser steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
+    """Steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:

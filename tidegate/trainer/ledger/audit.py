@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings, load_settings
-from tidegate.trainer.ledger.entries import FINAL, LedgerEntry, State
+from tidegate.trainer.ledger.entries import ENDED, LedgerEntry, State
 from tidegate.trainer.ledger.ledger import read_ledger
 
 MARKER = "COMMITTED"
@@ -187,7 +187,7 @@ class _LedgerCheck:
         items = [*([group] if group is not None else []), *self.members[line["id"]]]
         abandoned = [item for item in items if item.abandoned]
         if not abandoned:
-            self.report(f"group {line['id']} was put back, but no step on it was lost")
+            self.report(f"group {line['id']} was reinstated, but no step on it was rolled back")
         for item in abandoned:
             item.ended, item.abandoned = None, False
 
@@ -223,8 +223,10 @@ class _LedgerCheck:
             self.report(
                 f"{line['kind']} {line['id']} ended twice: {item.ended['state']}, then {line['state']}"
             )
-        if line["state"] not in [state.value for state in FINAL if state is not State.TRAINED]:
-            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which is not a final state")
+        if line["state"] not in [state.value for state in ENDED if state is not State.TRAINED]:
+            self.report(
+                f"{line['kind']} {line['id']} ended as {line['state']!r}, which is no end of an entry"
+            )
         item.ended, item.seq = line, line["seq"]
         if line.get("spared") and not self.paused:
             self.report(f"attempt {line['id']} was spared outside an outage")
@@ -423,14 +425,14 @@ def _check_versions(where: str, versions: set[int], check: _LedgerCheck, item: _
 
 def summary(audit: Audit) -> str:
     """Format the audit as one line: the groups by state, and the verdict."""
-    parts = [f"{number} {state}" for state in [*FINAL, State.LIVE] if (number := audit.groups[state.value])]
+    parts = [f"{number} {state}" for state in [*ENDED, State.LIVE] if (number := audit.groups[state.value])]
     return f"audit: {audit.groups.total()} groups = {' + '.join(parts) or '0'}; {_verdict(audit)}"
 
 
 def table(audit: Audit) -> str:
     """Format the audit as text: one row per state, then the findings."""
     rows = [f"{'state':<12}{'groups':>10}{'attempts':>10}"]
-    for state in [*FINAL, State.LIVE]:
+    for state in [*ENDED, State.LIVE]:
         rows.append(f"{state.value:<12}{audit.groups[state.value]:>10}{audit.attempts[state.value]:>10}")
     rows.append(f"{'issued':<12}{audit.groups.total():>10}{audit.attempts.total():>10}")
     rows.append("")
@@ -438,7 +440,7 @@ def table(audit: Audit) -> str:
         f"{audit.steps} steps, {audit.versions} versions published, {audit.trained_tokens} tokens "
         f"trained on, the oldest at staleness {audit.oldest_staleness}"
     )
-    rows += [f"WRONG: {finding}" for finding in audit.findings]
+    rows += [f"inconsistent: {finding}" for finding in audit.findings]
     rows.append(_verdict(audit))
     return "\n".join(rows)
 

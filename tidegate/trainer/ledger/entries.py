@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict, cast
 
 
 class State(StrEnum):
-    """State of an attempt or a group. All but `live` and `stepped` are final.
+    """State of an attempt or a group. An attempt or group has ended in every state but `live`.
 
     `stepped` becomes `trained` when the next checkpoint's marker is written; the ledger gets no entry then,
     because the marker alone is the commit point. A resume from an earlier marker reinstates the group: it is
@@ -23,7 +23,7 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
-FINAL = tuple(state for state in State if state is not State.LIVE)
+ENDED = tuple(state for state in State if state is not State.LIVE)
 
 Kind = Literal["group", "attempt", "run"]
 
@@ -45,7 +45,7 @@ class LedgerEntry(TypedDict, total=False):
     * run rolled_back: `version`, `to`, `step`, `why`, and figures as above; the versions after `to` up to
       `version` are abandoned, and the policy after `step` is that of `to`
     * run erased: `group`, of which its client had all texts and tokens deleted
-    * run paused / resumed: `why`; an outage began or ended, and no group starts in between
+    * run paused / resumed: `why`; an outage began or ended; in between only probes start
     * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if publishing also `candidate` if
       the version is tested before it goes live; if started also `rules`, which may
       differ from earlier ones, and `position`, the ledger's position in the marker it resumed from

@@ -15,7 +15,7 @@ POLL_S = 1.0
 
 @dataclass(slots=True)
 class PublishGate:
-    """Clients call whenever they like, so a publish waits instead; the staleness bound holds in any case.
+    """Clients call at any time, so a publish waits instead; the staleness bound holds in any case.
 
     Args:
         gateway: Client of the gateway.

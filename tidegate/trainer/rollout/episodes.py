@@ -55,7 +55,7 @@ class EpisodeSource:
         on_open: Callable[[str], None] = lambda _: None,
         candidate: bool = False,
     ) -> SessionSummary:
-        """Run one attempt, with one deadline from set-up to reward.
+        """Run one attempt; its deadline includes the set-up, and rewards have their own timeout.
 
         Args:
             name: Name of the attempt.

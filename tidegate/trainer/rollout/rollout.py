@@ -113,7 +113,7 @@ class Rollout:
         except Exception as error:
             raise TrainingError(
                 f"the environment returned no training task {index}: {error!r}; train_task() must accept any "
-                "index, see tidegate/envs/base.py"
+                "index, see docs/environments.md"
             ) from error
 
     def answer(self, group: GroupState) -> Any:

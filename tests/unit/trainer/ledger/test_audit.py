@@ -263,7 +263,7 @@ def _trained_on_abandoned_tokens(book: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (_put_back_a_trained_one, "no step on it was lost"),
+        (_put_back_a_trained_one, "no step on it was rolled back"),
         (_never_put_back, "never put back"),
         (_trained_in_both_lineages, "ended twice"),
         (_trained_on_abandoned_tokens, "version 3, which is abandoned"),

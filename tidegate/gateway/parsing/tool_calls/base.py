@@ -10,7 +10,7 @@ from tidegate.gateway.errors import unsupported
 from tidegate.gateway.parsing.parts import Part, ReplyParser, SampledCall, ToolUse, find_first
 
 Tools = Sequence[Any]
-"""The tools of a request, in Chat Completions tool_format."""
+"""The tools of a request, in the format of Chat Completions."""
 Read = Callable[[str, Tools], list[SampledCall] | None]
 """Reads the calls in a block's text; returns None if it is malformed."""
 
