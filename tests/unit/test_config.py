@@ -133,6 +133,15 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.loss.name", "grpo", "--trainer.loss.importance_cap", "3"],
             "trainer.loss: importance_cap does not apply to name = 'grpo', only to truncated_is, masked_is, ",
         ),
+        (
+            [*MODEL, "--trainer.loss.name", "gspo", "--trainer.loss.sequence_mask", "0.1"],
+            "sequence_mask does not apply to name = 'gspo', only to grpo, dr_grpo, dapo",
+        ),
+        (
+            [*MODEL, "--trainer.loss.name", "grpo", "--trainer.loss.dual_clip", "3"],
+            "dual_clip does not apply to name = 'grpo', only to dapo",
+        ),
+        ([*MODEL, "--trainer.loss.name", "dapo", "--trainer.loss.dual_clip", "1"], "dual_clip = 1: "),
         ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
         ([*MODEL, "--trainer.loss.importance_cap", "-1"], "trainer.loss.importance_cap = -1: "),
         ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
