@@ -138,6 +138,9 @@ class TrainerSettings(SettingsSection):
     need more."""
     schedule: Literal["constant", "linear"] = "constant"
     """Schedule of the learning rate; `linear` falls to a tenth at the last step."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each step by √`ess_rows`, the root of the effective sample size of the
+    batch's sequences as a share (docs/losses.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -319,6 +322,11 @@ class TrainerSettings(SettingsSection):
                 f"minibatches = {self.minibatches} with loss = {self.loss.name!r}: with more than one step "
                 "per batch, π/μ mixes staleness with the updates already taken; use loss = "
                 f"{SEVERAL_STEPS[0]!r}, which recomputes π_old when the batch is assembled"
+            )
+        if self.ess_scaling and self.minibatches > 1 and not self.streaming:
+            raise ValueError(
+                "ess_scaling needs the effective sample size of the whole batch before its first optimiser "
+                f"step: set minibatches to 1, not {self.minibatches}"
             )
         if self.minibatches > 1 and self.on_policy and not self.streaming:
             raise ValueError("on_policy allows one optimiser step per batch; set minibatches to 1")

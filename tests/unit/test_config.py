@@ -145,6 +145,18 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
         ([*MODEL, "--trainer.loss.importance_cap", "-1"], "trainer.loss.importance_cap = -1: "),
         ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
+        (
+            [
+                *MODEL,
+                "--trainer.loss.name",
+                "decoupled_ppo",
+                "--trainer.minibatches",
+                "2",
+                "--trainer.ess_scaling",
+                "true",
+            ],
+            "ess_scaling needs the effective sample size of the whole batch",
+        ),
         ([*MODEL, "--trainer.kl_estimator", "k1"], "kl_estimator has no effect without a penalty"),
         (
             [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],
