@@ -157,6 +157,11 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             ],
             "ess_scaling needs the effective sample size of the whole batch",
         ),
+        ([*MODEL, "--trainer.until", "0.9", "--eval.every", "0"], "trainer.until needs evaluations"),
+        (
+            [*MODEL, "--agent.source", "client", "--gateway.keys", "k", "--trainer.until", "0.9"],
+            'trainer.until has no effect with agent.source = "client"',
+        ),
         ([*MODEL, "--trainer.kl_estimator", "k1"], "kl_estimator has no effect without a penalty"),
         (
             [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],
