@@ -357,7 +357,7 @@ def test_dual_clipping_bounds_the_loss_of_tokens_with_a_negative_advantage(name)
 @pytest.mark.parametrize(("divergence", "threshold"), [("tv", 0.15), ("kl", 0.05)])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_dppo_stops_a_token_beyond_its_threshold_that_would_move_further(divergence, threshold, sign):
-    """At the default thresholds, those of the paper, in each direction. A returning token is trained on."""
+    """At the default thresholds, in each direction. A token that returns is trained on."""
     distance, mu = {"tv": total_variation, "kl": kl}[divergence], 0.5
     steps = [mu + sign * (number + 0.5) / 1000 for number in range(499)]
     inside = [pi for pi in steps if distance(pi, mu) <= threshold][-1]
@@ -385,6 +385,10 @@ def test_dppo_is_finite_where_a_token_is_certain(name, certain):
     value, gradients, _ = ours(settings_of(name), rows, logprobs, 4096)
     assert np.isfinite(value)
     assert all(torch.isfinite(one).all() for one in gradients)
+    for row, pi, gradient in zip(rows, logprobs, gradients, strict=True) if certain == "mu" else ():
+        distance = 1 - np.exp(pi) if name == "dppo" else -pi
+        beyond = (row.advantages[row.mask] < 0) & (distance > OWN[name]["threshold"])
+        assert ((gradient == 0).numpy() == beyond).all()
 
 
 def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
