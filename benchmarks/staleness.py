@@ -3,13 +3,17 @@
 Staleness is fixed: each step's batch is sampled from the weights of exactly that many steps earlier (the
 first batches from the initial weights), and with `none` all batches from the initial weights. Policy, credit
 and losses are those of a run; the solver's loop over plain `generate` replaces agents, gateway and engines,
-so that the result does not depend on the machine's speed. A cell ends once it has trained on `--tokens`
-tokens.
+so that the result does not depend on the machine's speed. A cell (one loss, one staleness, one seed) ends
+once it has trained on `--tokens` tokens.
 
-A cell already measured with the same settings is not measured again, so the table can be filled in pieces.
+A cell already measured with the same settings is not measured again, so the table can be filled in pieces,
+also by several processes with different seeds.
 
-    python benchmarks/staleness.py [--json] [--cells 0:truncated 8:gspo] [--tokens 24000] [--seed 0]
-                                   [--out DIR]
+    python benchmarks/staleness.py [--json] [--losses dapo dppo:divergence=kl] [--staleness 0 2 8]
+                                   [--seeds 0 1 2] [--tokens 24000] [--out DIR]
+
+A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`. `--losses` without
+values lists the default ones.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidegate.agents.solver import TOOLS
 from tidegate.config import TrainerSettings
 from tidegate.envs.arithmetic import Arithmetic
+from tidegate.evaluation.stats import student
 from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
 from tidegate.trainer.batch.credit import GroupCredit
@@ -41,8 +46,12 @@ from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
 TINY_BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 BASE = TINY_BASE / "model"
-LOSSES = [name for name in BY_NAME if name != "custom"]
+LOSSES = (
+    *(name for name in BY_NAME if name != "custom"),
+    "dppo:divergence=kl", "dapo:dual_clip=3", "dapo:sequence_mask=0.05", "truncated_is:ess_scaling=true",
+)  # fmt: skip
 BOUNDS = ("0", "1", "2", "4", "8", "none")
+DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_staleness)
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
 """Groups per batch, half of the demo's."""
 HELD_OUT = 200
@@ -51,23 +60,40 @@ FIGURES = ("ess", "clip_fraction", "lag_kl")
 Weights = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, order=True)
+def settings_of(loss: str) -> TrainerSettings:
+    """Returns the settings of a loss given as NAME or NAME:SETTING=VALUE,…; raises ValueError."""
+    name, _, options = loss.partition(":")
+    settings: dict[str, Any] = {
+        "loss": {"name": name},
+        "minibatches": 2 if name in SEVERAL_STEPS else 1,
+        "learning_rate": LEARNING_RATE,
+    }
+    for option in options.split(",") if options else ():
+        key, _, value = option.partition("=")
+        place = settings if key in TrainerSettings.model_fields else settings["loss"]
+        place[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
+    return TrainerSettings(**settings)
+
+
+def loss_name(text: str) -> str:
+    """Returns the text if it names a loss with its settings; raises ArgumentTypeError."""
+    try:
+        settings_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+@dataclass(frozen=True)
 class Cell:
     bound: str
     loss: str
+    seed: int
 
-    @classmethod
-    def parse(cls, text: str) -> Cell:
-        bound, _, loss = text.partition(":")
-        if bound not in BOUNDS or loss not in LOSSES:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not BOUND:LOSS; bounds: {', '.join(BOUNDS)}; losses: {', '.join(LOSSES)}"
-            )
-        return cls(bound, loss)
-
-    @property
-    def name(self) -> str:
-        return f"{self.bound}-{self.loss}"
+    def path(self, directory: Path, tokens: int) -> Path:
+        """File of its result."""
+        loss = self.loss.replace(":", "-").replace(",", "-")
+        return directory / f"{self.bound}-{loss}-{tokens}-{self.seed}.json"
 
     def sampled_at(self, step: int) -> int:
         """The version from which the batch of the 0-based `step` is sampled."""
@@ -167,16 +193,12 @@ def _turn(index: int, asked: list[int], ids: list[int], logprobs: list[float], v
     )  # fmt: skip
 
 
-def measure(cell: Cell, tokens: int, seed: int) -> dict[str, Any]:
+def measure(cell: Cell, tokens: int) -> dict[str, Any]:
     """Trains a cell to its token budget, then evaluates it."""
     began = time.monotonic()
-    torch.manual_seed(seed)
-    settings = TrainerSettings(
-        loss={"name": cell.loss},
-        minibatches=2 if cell.loss in SEVERAL_STEPS else 1,
-        learning_rate=LEARNING_RATE,
-    )
-    sampler, credit, policy = Sampler(), GroupCredit(settings), Policy.load(BASE, settings, seed)
+    torch.manual_seed(cell.seed)
+    settings = settings_of(cell.loss)
+    sampler, credit, policy = Sampler(), GroupCredit(settings), Policy.load(BASE, settings, cell.seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0
     while trained < tokens:
         step = len(lines)
@@ -187,7 +209,7 @@ def measure(cell: Cell, tokens: int, seed: int) -> dict[str, Any]:
         trained += sum(one.sampled_tokens() for group in groups for one in group.trajectories)
         published.append(_copy(policy))
     return {
-        "cell": cell.name, "tokens_asked": tokens, "seed": seed, "reward": sampler.reward(published[-1]),
+        "settings": settings.model_dump(mode="json"), "reward": sampler.reward(published[-1]),
         "tokens": trained, "steps": len(lines), "staleness_mean": float(np.mean(ages)),
         "staleness_max": max(ages), "skipped": sum(line["skipped"] for line in lines),
         "logprob_max_error": lines[0]["logprob_max_error"],
@@ -200,18 +222,29 @@ def _copy(policy: Policy) -> Weights:
     return {name: value.detach().clone() for name, value in policy.model.state_dict().items()}
 
 
-def _mean(lines: list[dict[str, float]], name: str) -> float | None:
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     known = [float(line[name]) for line in lines if line.get(name) is not None]
     known = [one for one in known if math.isfinite(one)]
     return sum(known) / len(known) if known else None
 
 
-def measured(path: Path, tokens: int, seed: int) -> dict[str, Any] | None:
-    """The stored result of a cell measured with the same settings."""
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found if (found["tokens_asked"], found["seed"]) == (tokens, seed) else None
+def untrained(seed: int) -> float:
+    """Mean sampled reward of the base model over the held-out tasks."""
+    torch.manual_seed(seed)
+    sampler = Sampler()
+    return sampler.reward({name: value.clone() for name, value in sampler.model.state_dict().items()})
+
+
+def found_or_measured(cell: Cell, tokens: int, directory: Path) -> dict[str, Any]:
+    """The stored result of a cell with the same settings, or a new one, which is stored."""
+    path = cell.path(directory, tokens)
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found.get("settings") == settings_of(cell.loss).model_dump(mode="json"):
+            return found
+    result = measure(cell, tokens)
+    keep(path, result)
+    return result
 
 
 def keep(path: Path, result: dict[str, Any]) -> None:
@@ -221,48 +254,113 @@ def keep(path: Path, result: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def table(found: Mapping[Cell, Mapping[str, Any]]) -> str:
-    """Markdown table of held-out reward (mean staleness), one row per loss."""
-    lines = ["| loss | " + " | ".join(BOUNDS) + " |", "|---" * (1 + len(BOUNDS)) + "|"]
-    for loss in LOSSES:
-        row = [found.get(Cell(bound, loss)) for bound in BOUNDS]
-        if any(row):
-            told = [f"{one['reward']:.3f} ({one['staleness_mean']:.1f})" if one else "" for one in row]
-            lines.append(f"| `{loss}` | " + " | ".join(told) + " |")
+def summary(bound: str, loss: str, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean held-out reward of a loss at a staleness over seeds, with its 95% interval by Student's t."""
+    rewards = [float(cell["reward"]) for cell in cells]
+    mean = float(np.mean(rewards))
+    low, high = (
+        student(mean, float(np.var(rewards, ddof=1)), len(rewards)) if len(rewards) > 1 else (None, None)
+    )
+    return {
+        "loss": loss, "staleness": bound, "reward": mean, "low": low, "high": high, "rewards": rewards,
+        **{name: _mean(cells, name) for name in ("staleness_mean", "steps", "skipped", *FIGURES)},
+    }  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown table of held-out reward with its interval, one row per loss."""
+    bounds = [bound for bound in BOUNDS if any(row["staleness"] == bound for row in rows)]
+    lines = ["| loss | " + " | ".join(bounds) + " |", "|---" * (1 + len(bounds)) + "|"]
+    for loss in dict.fromkeys(row["loss"] for row in rows):
+        by_bound = {row["staleness"]: row for row in rows if row["loss"] == loss}
+        shown = [_shown(by_bound[bound]) if bound in by_bound else "" for bound in bounds]
+        lines.append(f"| `{loss}` | " + " | ".join(shown) + " |")
     return "\n".join(lines)
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    half = "" if row["high"] is None else f" ± {row['high'] - row['reward']:.3f}"
+    return f"{row['reward']:.3f}{half}"
+
+
+def default_vs_best(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Held-out reward of the default loss at the default bound, divided by that of the best loss there.
+
+    None if the default loss was not measured there.
+    """
+    rewards = {row["loss"]: row["reward"] for row in rows if row["staleness"] == DEFAULT_BOUND}
+    return rewards[DEFAULT] / max(rewards.values()) if DEFAULT in rewards else None
+
+
+def gains_kept(rows: Sequence[Mapping[str, Any]], before: float, bound: str) -> dict[str, float]:
+    """Gain in held-out reward of each loss at a staleness, divided by the largest on-policy gain of any loss.
+
+    `before` is the reward without training. Empty without a cell at staleness 0.
+    """
+    on_policy = max((row["reward"] for row in rows if row["staleness"] == "0"), default=before)
+    if on_policy <= before:
+        return {}
+    return {
+        row["loss"]: (row["reward"] - before) / (on_policy - before)
+        for row in rows
+        if row["staleness"] == bound
+    }
+
+
+def checks_of(
+    rows: Sequence[Mapping[str, Any]], before: float, cells: Mapping[Cell, Mapping[str, Any]]
+) -> list[Check]:
+    """The checks that the measured cells allow."""
+    reached = [
+        found["staleness_max"] - min(float(cell.bound), found["steps"] - 1)
+        for cell, found in cells.items()
+        if cell.bound != "none"
+    ]
+    checks = [
+        Check("staleness_is_the_bound", max(map(abs, reached), default=0.0), "==", 0.0),
+        Check("logprob_max_error", max(one["logprob_max_error"] for one in cells.values()), "<=", 1e-3),
+    ]
+    if (ratio := default_vs_best(rows)) is not None:
+        checks.append(Check("default_vs_best_at_default_bound", ratio, ">=", 0.98))
+    if kept := gains_kept(rows, before, "8"):
+        checks.append(Check("gain_kept_at_staleness_8", max(kept.values()), ">=", 0.95))
+    return checks
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
-    parser.add_argument("--cells", nargs="+", type=Cell.parse, help="cells as BOUND:LOSS; default: all")
+    parser.add_argument("--losses", nargs="*", type=loss_name, default=LOSSES, help="default: all")
+    parser.add_argument("--staleness", nargs="+", choices=BOUNDS, default=BOUNDS, help="default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument(
         "--tokens", type=int, default=24_000, help="token budget of a cell; the default is about 16 steps"
     )
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/staleness"), help="directory of the results")
     arguments = parser.parse_args()
+    if not arguments.losses:
+        print("\n".join(LOSSES))
+        return 0
     torch.set_num_threads(1)
-    cells = arguments.cells or [Cell(*one) for one in itertools.product(BOUNDS, LOSSES)]
-    found: dict[Cell, dict[str, Any]] = {}
-    for cell in cells:
-        path = arguments.out / f"{cell.name}-{arguments.tokens}-{arguments.seed}.json"
-        result = measured(path, arguments.tokens, arguments.seed)
-        if result is None:
-            result = measure(cell, arguments.tokens, arguments.seed)
-            keep(path, result)
-        found[cell] = result
-    print(table(found))
-    reached = [
-        one["staleness_max"] - min(float(cell.bound), one["steps"] - 1)
-        for cell, one in found.items()
-        if cell.bound != "none"
+    product = itertools.product(arguments.seeds, arguments.staleness, arguments.losses)
+    cells = {
+        cell: found_or_measured(cell, arguments.tokens, arguments.out)
+        for cell in (Cell(bound, loss, seed) for seed, bound, loss in product)
+    }
+    before = float(np.mean([untrained(seed) for seed in arguments.seeds]))
+    rows = [
+        summary(bound, loss, [cells[Cell(bound, loss, seed)] for seed in arguments.seeds])
+        for bound, loss in itertools.product(arguments.staleness, arguments.losses)
     ]
-    checks = [
-        Check("staleness_is_the_bound", max(map(abs, reached), default=0.0), "==", 0.0),
-        Check("logprob_max_error", max(one["logprob_max_error"] for one in found.values()), "<=", 1e-3),
+    print(table(rows))
+    print(f"\nheld-out reward before training: {before:.3f}; seeds: {', '.join(map(str, arguments.seeds))}")
+    kept = gains_kept(rows, before, "8")
+    for loss, share in sorted(kept.items(), key=lambda item: -item[1]):
+        print(f"share of the on-policy gain kept at staleness 8: {share:6.3f}  {loss}")
+    results = [
+        {**row, "gain_kept": kept.get(row["loss"]) if row["staleness"] == "8" else None} for row in rows
     ]
-    return report(list(found.values()), checks, as_json=arguments.json)
+    return report([{"before": before}, *results], checks_of(rows, before, cells), as_json=arguments.json)
 
 
 if __name__ == "__main__":

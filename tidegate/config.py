@@ -112,6 +112,10 @@ class LoRASettings(SettingsSection):
 class TrainerSettings(SettingsSection):
     steps: Annotated[int, Field(ge=1)] = 100
     """Number of steps of the run; each step trains on one batch."""
+    until: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Held-out reward, sampled as in training, at which the run ends before `steps`. If an evaluation between
+    the first and the last step reaches it, it is repeated on `eval.tasks` tasks, and the run ends if these
+    reach it, too. None: the run takes all steps."""
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
     """Groups in one batch."""
     group_size: Annotated[int, Field(ge=1)] = 8
@@ -138,6 +142,9 @@ class TrainerSettings(SettingsSection):
     need more."""
     schedule: Literal["constant", "linear"] = "constant"
     """Schedule of the learning rate; `linear` falls to a tenth at the last step."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each step by √`ess_rows`, the root of the effective sample size of the
+    batch's sequences as a share (docs/losses.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -232,6 +239,11 @@ class TrainerSettings(SettingsSection):
         """Whether a ready group may be replaced because none of it would be trained on."""
         return self.filters_equal_rewards or self.truncated_episodes == "mask"
 
+    def reached(self, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether the metrics of an evaluation reach `until`; False without an evaluation."""
+        reward = metrics.get("eval/reward")
+        return self.until is not None and reward is not None and reward >= self.until
+
     def is_publish_step(self, step: int) -> bool:
         """Returns whether the weights after `step` are published; those of the last step always are."""
         interval = self.publish_interval
@@ -319,6 +331,11 @@ class TrainerSettings(SettingsSection):
                 f"minibatches = {self.minibatches} with loss = {self.loss.name!r}: with more than one step "
                 "per batch, π/μ mixes staleness with the updates already taken; use loss = "
                 f"{SEVERAL_STEPS[0]!r}, which recomputes π_old when the batch is assembled"
+            )
+        if self.ess_scaling and self.minibatches > 1 and not self.streaming:
+            raise ValueError(
+                "ess_scaling needs the effective sample size of the whole batch before its first optimiser "
+                f"step: set minibatches to 1, not {self.minibatches}"
             )
         if self.minibatches > 1 and self.on_policy and not self.streaming:
             raise ValueError("on_policy allows one optimiser step per batch; set minibatches to 1")
@@ -418,6 +435,10 @@ class Settings(SettingsSection):
             )
         self._check_source()
         self._check_promotion()
+        if self.trainer.until is not None and not self.eval.every:
+            raise ValueError(
+                "trainer.until needs evaluations between the first and the last step: set eval.every"
+            )
         if not self.gateway.on_loopback and self.gateway.admin_key is None:
             raise ValueError(
                 f"gateway.host = {self.gateway.host!r} accepts connections from other machines: "
@@ -461,6 +482,10 @@ class Settings(SettingsSection):
             )
         if source != "client" and gateway.keys is not None:
             raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')
+        if source == "client" and self.trainer.until is not None:
+            raise ValueError(
+                'trainer.until has no effect with agent.source = "client": the run evaluates nothing'
+            )
         only_clients = [
             f"{section}.{name}"
             for section, settings, names in (

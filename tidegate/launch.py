@@ -84,7 +84,7 @@ class Launch:
         *,
         lift_quarantine: bool = False,
     ) -> None:
-        """Raises StartError or ConfigError, and NothingToDo if the run has taken all its steps."""
+        """Raises StartError or ConfigError, and NothingToDo if the run is complete."""
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
@@ -203,5 +203,10 @@ def _report(settings: Settings, observer: Observer, result: RunResult) -> None:
 
 
 def _resume_command(settings: Settings, result: RunResult) -> str:
-    """Returns the command that continues the run, or starts it again if it failed before it had a ledger."""
+    """Returns the command that continues the run, or starts it again if it failed before it had a ledger.
+
+    It is empty if the run reached `trainer.until`.
+    """
+    if result.status == "completed" and result.why:
+        return ""
     return continue_command(settings.run_dir, 2 * result.step if result.status == "completed" else None)

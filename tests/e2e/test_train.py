@@ -77,7 +77,9 @@ def best_of(run_dir: Path) -> dict[str, float]:
 
 def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "interrupted"
-    with training(run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1000") as run:
+    with training(
+        run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1000", "--eval.every=1000"
+    ) as run:
         run.until_step(2)
         run.interrupt()
         assert run.wait(60) == 130, run.output()
@@ -87,6 +89,17 @@ def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
     assert audit.groups["trained"] == 4 * audit.steps
     assert audit.steps >= last
     assert audit.groups["live"] == audit.groups["stepped"] == 0
+
+    # Every reward reaches 0: the run ends at the next evaluation.
+    with training(run_dir, "--resume", "--trainer.steps=1000", "--eval.every=1", "--trainer.until=0") as run:
+        assert run.wait() == 0, run.output()
+    assert "reached trainer.until = 0" in " ".join(run.output().split())
+    *_, line = metrics(run_dir)
+    assert (line["step"], line["eval/episodes"]) == (audit.steps + 1, 16), "confirmed on all tasks"
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 4 * audit.steps == 4 * line["step"]
+    code, said = tidegate("train", f"{run_dir}/config.toml", "--resume", torch=False)
+    assert (code, "reached trainer.until = 0" in said) == (0, True), said
 
 
 @pytest.mark.slow

@@ -133,9 +133,35 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.loss.name", "grpo", "--trainer.loss.importance_cap", "3"],
             "trainer.loss: importance_cap does not apply to name = 'grpo', only to truncated_is, masked_is, ",
         ),
+        (
+            [*MODEL, "--trainer.loss.name", "gspo", "--trainer.loss.sequence_mask", "0.1"],
+            "sequence_mask does not apply to name = 'gspo', only to grpo, dr_grpo, dapo",
+        ),
+        (
+            [*MODEL, "--trainer.loss.name", "grpo", "--trainer.loss.dual_clip", "3"],
+            "dual_clip does not apply to name = 'grpo', only to dapo",
+        ),
+        ([*MODEL, "--trainer.loss.name", "dapo", "--trainer.loss.dual_clip", "1"], "dual_clip = 1: "),
         ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
         ([*MODEL, "--trainer.loss.importance_cap", "-1"], "trainer.loss.importance_cap = -1: "),
         ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
+        (
+            [
+                *MODEL,
+                "--trainer.loss.name",
+                "decoupled_ppo",
+                "--trainer.minibatches",
+                "2",
+                "--trainer.ess_scaling",
+                "true",
+            ],
+            "ess_scaling needs the effective sample size of the whole batch",
+        ),
+        ([*MODEL, "--trainer.until", "0.9", "--eval.every", "0"], "trainer.until needs evaluations"),
+        (
+            [*MODEL, "--agent.source", "client", "--gateway.keys", "k", "--trainer.until", "0.9"],
+            'trainer.until has no effect with agent.source = "client"',
+        ),
         ([*MODEL, "--trainer.kl_estimator", "k1"], "kl_estimator has no effect without a penalty"),
         (
             [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],

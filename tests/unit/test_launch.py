@@ -56,3 +56,8 @@ def test_how_to_go_on_after_a_finished_run_names_what_works(
     said = output.getvalue()
     assert f"{program()} train {settings.run_dir}/config.toml --resume --trainer.steps 60\n" in said
     assert f"{program()} {command.format(settings.run_dir)}" in said
+
+    _report(settings, view, RunResult("completed", "reached trainer.until = 0.9", 30, {}, {}))
+    said = output.getvalue().removeprefix(said)
+    assert "Completed: reached trainer.until = 0.9" in said
+    assert "--resume" not in said, "there is nothing to resume"

@@ -16,6 +16,7 @@ from tidegate.settings.sections import SettingsSection
 Cap = Annotated[float, Field(gt=0)]
 Low = Annotated[float, Field(ge=0, le=1)]
 High = Annotated[float, Field(gt=0)]
+SequenceMask = Annotated[float, Field(ge=0)] | None
 
 
 class LossSettings(SettingsSection):
@@ -62,6 +63,9 @@ class GRPOLoss(LossSettings):
     """Clipping range of the ratio below 1."""
     clip_high: High = 0.2
     """Clipping range of the ratio above 1."""
+    sequence_mask: SequenceMask = None
+    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
+    (off-policy sequence masking). None: no sequence is masked."""
 
 
 class DrGRPOLoss(LossSettings):
@@ -72,6 +76,9 @@ class DrGRPOLoss(LossSettings):
     """Clipping range of the ratio below 1."""
     clip_high: High = 0.2
     """Clipping range of the ratio above 1."""
+    sequence_mask: SequenceMask = None
+    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
+    (off-policy sequence masking). None: no sequence is masked."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Constant divisor, in tokens per trajectory."""
 
@@ -83,6 +90,11 @@ class DAPOLoss(LossSettings):
     """Clipping range of the ratio below 1."""
     clip_high: High = 0.28
     """Clipping range of the ratio above 1."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Upper bound c of the ratio of tokens with a negative advantage (dual clipping). None: no bound."""
+    sequence_mask: SequenceMask = None
+    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
+    (off-policy sequence masking). None: no sequence is masked."""
 
 
 class GSPOLoss(LossSettings):
@@ -106,6 +118,17 @@ class DecoupledPPOLoss(LossSettings):
     """Clipping range of the ratio above 1."""
 
 
+class DPPOLoss(LossSettings):
+    name: Literal["dppo"] = "dppo"
+    """Name of the loss (docs/losses.md)."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence of π from μ at each token: total variation or KL, of the token against all others."""
+    threshold: Annotated[float, Field(gt=0)] | None = None
+    """Divergence δ above which a token is not moved further from μ. None: 0.15 for tv, 0.05 for kl."""
+    importance_cap: Cap = 20.0
+    """Cap C on π/μ."""
+
+
 class CustomLoss(LossSettings):
     name: Literal["custom"] = "custom"
     """Name of the loss (docs/losses.md)."""
@@ -117,7 +140,7 @@ class CustomLoss(LossSettings):
 
 KINDS: tuple[type[LossSettings], ...] = (
     TruncatedISLoss, MaskedISLoss, CISPOLoss, GRPOLoss, DrGRPOLoss, DAPOLoss, GSPOLoss, DecoupledPPOLoss,
-    CustomLoss,
+    DPPOLoss, CustomLoss,
 )  # fmt: skip
 BY_NAME = {kind.model_fields["name"].default: kind for kind in KINDS}
 SEVERAL_STEPS = [name for name, kind in BY_NAME.items() if kind.several_steps]
@@ -166,6 +189,7 @@ AnyLoss: TypeAlias = Annotated[
     | Annotated[DAPOLoss, Tag("[dapo]")]
     | Annotated[GSPOLoss, Tag("[gspo]")]
     | Annotated[DecoupledPPOLoss, Tag("[decoupled_ppo]")]
+    | Annotated[DPPOLoss, Tag("[dppo]")]
     | Annotated[CustomLoss, Tag("[custom]")],
     Discriminator(lambda value: f"[{_name_of(value)}]"),
     BeforeValidator(_check),

@@ -51,7 +51,8 @@ class Loop:
     skipped: int = 0
 
     async def run(self) -> None:
-        """Train until `trainer.steps`, or until `stop` is set and the current step is finished."""
+        """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, or until `stop` is set
+        and the current step is finished."""
         while self.step < self.settings.steps:
             if self.roll_back is not None and self.requested():
                 await run_to_completion(self.roll_back())
@@ -71,6 +72,8 @@ class Loop:
             tested = self.promotion is not None and self.promotion.live_step == self.step
             if tested or self.step % self.settings.checkpoint_every == 0:
                 await run_to_completion(self.checkpoint(self.step))
+            if self.settings.reached(metrics):
+                return
 
     @contextlib.contextmanager
     def _metrics_line(self, began: float) -> Iterator[dict[str, float]]:

@@ -26,7 +26,7 @@ from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.records.metrics import MetricsLog
+from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun, take_over
 from tidegate.trainer.start import Start, base_model
@@ -79,7 +79,7 @@ class Run:
         self._training: Training | None = None
 
     async def train(self) -> RunResult:
-        """Train to the last step, to `stop`, or to an error, and write a checkpoint in every case.
+        """Train to the last step, to `trainer.until`, to `stop`, or to an error, and write a checkpoint.
 
         Raises TidegateError after shutdown.
         """
@@ -93,7 +93,9 @@ class Run:
                     await self._supervisor.close()
         except OSError as error:
             raise _translate_os_error(error, self.dir) from error
-        self.result.status = "interrupted" if self.result.step < self.settings.trainer.steps else "completed"
+        trainer, step = self.settings.trainer, self.result.step
+        self.result.why = reached(self.dir, trainer, step)
+        self.result.status = "completed" if step >= trainer.steps or self.result.why else "interrupted"
         return self.result
 
     def _prepare(self) -> str:

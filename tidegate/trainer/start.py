@@ -12,6 +12,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.preflight import check_model
+from tidegate.trainer.records.metrics import reached
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Start:
         """Return where the run starts.
 
         Raises ConfigError if the directory holds a run that is not resumed, none to resume, or one of another
-        model, and NothingToDo if the run has taken all its steps.
+        model, and NothingToDo if the run has taken all its steps or reached `trainer.until`.
         """
         run_dir = settings.run_dir.absolute()
         used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
@@ -62,7 +63,13 @@ class Start:
             start = cls(live.path, checkpoint.step, version, past, checkpoint)
         start.least_epoch = _first(settings, 1)
         past.abandon(start.position)
-        if start.step >= settings.trainer.steps and not start.open_groups():
+        if start.open_groups():
+            return start
+        if (target := reached(run_dir, settings.trainer, start.step)) is not None:
+            raise NothingToDo(
+                f"the run in {settings.run_dir} is complete: {target}. To continue, raise trainer.until"
+            )
+        if start.step >= settings.trainer.steps:
             how = "" if (settings.run_dir / SERVICE_SETTINGS).exists() else "--resume "
             raise NothingToDo(
                 f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "

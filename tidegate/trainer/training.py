@@ -37,7 +37,7 @@ from tidegate.trainer.publish.version_requests import clear_request, read_reques
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
-from tidegate.trainer.records.metrics import MetricsLog, read_metrics
+from tidegate.trainer.records.metrics import MetricsLog, reached, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun
@@ -176,7 +176,8 @@ class Training:
 
     async def _train(self, supervisor: TaskSupervisor) -> None:
         await self._initial_evaluation()
-        if not self.stop.is_set() and self.loop.step < self.settings.trainer.steps:
+        trainer, step = self.settings.trainer, self.loop.step
+        if not self.stop.is_set() and step < trainer.steps and reached(self.dir, trainer, step) is None:
             if not self._by_clients:
                 supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()

@@ -81,7 +81,7 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "truncated": {},
-    "grpo": {"loss": {"name": "grpo"}, "activation_checkpointing": True},
+    "grpo": {"loss": {"name": "grpo"}, "activation_checkpointing": True, "ess_scaling": True},
     "lora": {"lora": {"rank": 4}},
     "bfloat16": {"compute_dtype": "bfloat16"},
 }

@@ -215,6 +215,25 @@ async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) 
     assert hands.log[-1] == "publish 2"
 
 
+async def test_an_evaluation_that_reaches_the_target_ends_the_run(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=5, until=0.5, checkpoint_every=2)
+    hands.ready.set()
+    saved: list[int] = []
+
+    async def evaluate(step: int) -> dict[str, float]:
+        return {"eval/reward": 0.25 * step} if step != 1 else {}
+
+    async def checkpoint(step: int) -> None:
+        saved.append(step)
+
+    loop.evaluate, loop.checkpoint = evaluate, checkpoint
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert (loop.step, saved) == (2, [2])
+    assert hands.log[-1] == "publish 2", "no further batch was leased"
+    assert hands.lines[-1]["eval/reward"] == 0.5
+
+
 async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(tmp_path: Path) -> None:
     """A batch in two optimiser steps, the second of which is not finite."""
     loop, hands, book = looped(

@@ -19,6 +19,7 @@ from tidegate.trainer import preflight
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.start import Start
 
 
@@ -145,6 +146,22 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
         Start.of(settings, resume=True)
     assert NothingToDo.exit_code == 0
+
+
+def test_a_run_that_reached_its_target_has_nothing_to_resume(tmp_path: Path) -> None:
+    settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=2)
+    with MetricsLog(settings.run_dir) as log:
+        for step, reward in ((0, 0.95), (2, 0.9), (3, 1.0)):
+            log.append({"step": step, "version": -1, "eval/reward": reward})
+
+    def until(reward: float | None) -> Settings:
+        trainer = settings.trainer.model_copy(update={"until": reward})
+        return settings.model_copy(update={"trainer": trainer})
+
+    with pytest.raises(NothingToDo, match=r"after step 2, 0\.900, reached trainer\.until = 0\.9\. .* raise"):
+        Start.of(until(0.9), resume=True)
+    assert Start.of(until(0.91), resume=True).step == 2
+    assert Start.of(until(None), resume=True).step == 2
 
 
 def test_a_run_that_was_killed_after_its_last_step_puts_its_groups_in_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 advantage       reward less the group's mean, ÷ the group's standard deviation
 ratio           π_θ/μ of each token
 clipping        min(ratio · A, clip(ratio, 1 − low, 1 + high) · A)
+mask            tokens with A < 0 in rows whose mean log μ/π_θ exceeds `sequence_mask`, if that is set
 normalisation   mean over a trajectory's tokens, then over trajectories
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 from tidegate.settings.losses import GRPOLoss
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.parts import ppo_clip, sequence_mean, token_ratio
+from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, sequence_mean, token_ratio
 
 
 def make(settings: GRPOLoss) -> Loss:
-    return Loss(token_ratio, ppo_clip(settings.clip_low, settings.clip_high), sequence_mean)
+    clipping = ppo_clip(settings.clip_low, settings.clip_high)
+    return Loss(token_ratio, sequence_masked(settings.sequence_mask, clipping), sequence_mean)

@@ -5,6 +5,7 @@ Axes in names: b rows of a microbatch, n trained tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,15 +40,18 @@ def gspo_token_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
     Every token has the value of the sequence's ratio and its own gradient, so that it is weighted by its own
     advantage. If all tokens of a row have the same advantage, the gradient equals GSPO's.
     """
-    log_ratio_n = token_ratio(logprobs_n, batch).detach()
-    mean_n = _by_row(log_ratio_n, batch) / _by_row(torch.ones_like(log_ratio_n), batch)
-    return mean_n + logprobs_n - logprobs_n.detach()
+    return _row_mean(token_ratio(logprobs_n, batch).detach(), batch) + logprobs_n - logprobs_n.detach()
 
 
 def _by_row(value_n: Tensor, batch: Microbatch) -> Tensor:
     """Sum over each row's tokens, repeated for each token."""
     sums_b = value_n.new_zeros(len(batch.rows)).index_add(0, batch.row_n, value_n)
     return sums_b.index_select(0, batch.row_n)
+
+
+def _row_mean(value_n: Tensor, batch: Microbatch) -> Tensor:
+    """Mean over each row's tokens, repeated for each token."""
+    return _by_row(value_n, batch) / _by_row(torch.ones_like(value_n), batch)
 
 
 # ---------------------------------------------------------------------- surrogates
@@ -72,6 +76,37 @@ def ppo_clip(low: float, high: float) -> Surrogate:
         free_n = ratio_n * advantages_n
         clipped_n = ratio_n.clamp(1.0 - low, 1.0 + high) * advantages_n
         return torch.minimum(free_n, clipped_n), clipped_n.detach() < free_n.detach()
+
+    return objective
+
+
+def dual_clipped(bound: float | None, surrogate: Surrogate) -> Surrogate:
+    """surrogate(min(r, bound)) where A < 0; with PPO's it equals max(surrogate(r), bound·A): dual clipping
+    (Ye et al., Mastering Complex Control in MOBA Games, arXiv 1912.09729, 2020). Without a bound (None), the
+    gradient of a token with a negative advantage grows with its ratio without limit."""
+    if bound is None:
+        return surrogate
+    log_bound = math.log(bound)
+
+    def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        bounded_n = (batch.advantages_n < 0) & (log_ratio_n.detach() > log_bound)
+        objective_n, clipped_n = surrogate(log_ratio_n.masked_fill(bounded_n, log_bound), logprobs_n, batch)
+        return objective_n, clipped_n | bounded_n
+
+    return objective
+
+
+def sequence_masked(threshold: float | None, surrogate: Surrogate) -> Surrogate:
+    """0 for tokens with A < 0 in a row whose mean log μ/π_θ exceeds the threshold, else the surrogate:
+    off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, 2025, §3.1). None: no row is masked."""
+    if threshold is None:
+        return surrogate
+
+    def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        distance_n = -_row_mean(token_ratio(logprobs_n.detach(), batch), batch)
+        masked_n = (batch.advantages_n < 0) & (distance_n > threshold)
+        objective_n, clipped_n = surrogate(log_ratio_n, logprobs_n, batch)
+        return objective_n.masked_fill(masked_n, 0.0), clipped_n | masked_n
 
     return objective
 

@@ -23,12 +23,13 @@ class Diagnostics:
       numerical differences. NaN without such tokens.
     - `logprob_max_error`: the largest |log π − log μ| over the same tokens. NaN without such tokens.
     - `ess`: (Σr)² ÷ (n · Σr²), the effective sample size as a share of the tokens (Kish, 1965); 1 on policy.
+    - `ess_rows`: the same over rows, with the product of r over each row, as a share of the rows.
     - `clip_fraction`: the share of tokens whose ratio the loss truncated, masked, or clipped so that no
       gradient is left.
     - `entropy`: the mean entropy of the sampled tokens' distributions, in nats.
     - `reference_kl`: KL(π_θ‖π_ref) by k3; only with a reference model.
 
-    |log r| is limited to 20 for these metrics, so that no token makes them infinite.
+    |log r|, of tokens and of rows, is limited to 20 for these metrics, so that no token makes them infinite.
     """
 
     def __init__(self, version: int) -> None:
@@ -53,6 +54,10 @@ class Diagnostics:
         self._sum("clipped", clipped_n)
         self._sum("ratio", ratio_n)
         self._sum("ratio_squared", ratio_n.square())
+        row_ratio_b = _by_row(log_ratio_n, batch).clamp(-20.0, 20.0).exp()
+        self._sum("rows", torch.ones_like(row_ratio_b))
+        self._sum("row_ratio", row_ratio_b)
+        self._sum("row_ratio_squared", row_ratio_b.square())
         if batch.reference_n is not None:
             distance_n = (logprobs_n.double() - batch.reference_n.double()).clamp(-20.0, 20.0)
             self._sum("reference_k3", torch.expm1(-distance_n) + distance_n)
@@ -67,6 +72,11 @@ class Diagnostics:
         return {name: float(value) for name, value in self._sums.items()} | errors
 
 
+def _by_row(value_n: Tensor, batch: Microbatch) -> Tensor:
+    """Sum over each row's tokens, [b]."""
+    return value_n.new_zeros(len(batch.rows)).index_add(0, batch.row_n, value_n)
+
+
 def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the metrics of a batch, given the totals of each rank; NaN for those without tokens."""
     names = {name for of_rank in totals for name in of_rank}
@@ -79,6 +89,7 @@ def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "entropy": sums["entropy"] / tokens,
         "clip_fraction": sums["clipped"] / tokens,
         "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
+        "ess_rows": sums["row_ratio"] ** 2 / (sums["rows"] * sums["row_ratio_squared"]),
         "logprob_max_error": float(np.max(errors)) if own else math.nan,
     }
     if "reference_k3" in sums:

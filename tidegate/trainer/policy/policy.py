@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -180,7 +181,10 @@ class Policy:
         batch, self._pending = self._pending, None
         if batch is None or not batch.steps:
             raise TrainingError("a batch has no trainable token")
+        distance = distance_metrics(self.ranks.collect(batch.diagnostics.totals()))
         rate = learning_rate(self.settings, self.steps)
+        if self.settings.ess_scaling:
+            rate *= math.sqrt(distance["ess_rows"])
         steps = batch.steps
         if not steps[-1].done:
             self._step(steps[-1], rate)
@@ -195,7 +199,7 @@ class Policy:
             "learning_rate": rate,
             "optimizer_steps": float(len(taken)),
             "skipped": float(not taken),
-            **distance_metrics(self.ranks.collect(batch.diagnostics.totals())),
+            **distance,
             "tokens/trained": float(sum(row.trained for row in rows)),
             "tokens/computed": float(sum(forward_pass.tokens for forward_pass in passes)),
             "padding_ratio": padding_ratio(passes),

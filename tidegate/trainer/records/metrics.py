@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate import failpoints
+from tidegate.config import TrainerSettings
 from tidegate.errors import TidegateError
 from tidegate.trainer.ledger.jsonl import AppendedFile, drop_torn_line, read_jsonl
 
@@ -78,6 +79,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if not isinstance(line, dict) or "step" not in line:
             raise TidegateError(f"{path}, line {number}: not a line of metrics: it has no step")
     return lines
+
+
+def reached(run_dir: Path, trainer: TrainerSettings, step: int) -> str | None:
+    """Return how the evaluation after `step` reached `trainer.until`, in words; None if it did not."""
+    for line in read_metrics(run_dir) if trainer.until is not None else ():
+        if line["step"] == step and trainer.reached(line):
+            reward = f"{line['eval/reward']:.3f}"
+            return (
+                f"the held-out reward after step {step}, {reward}, reached trainer.until = {trainer.until:g}"
+            )
+    return None
 
 
 def _plain(name: str, value: Any) -> Value:

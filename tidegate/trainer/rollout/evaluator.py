@@ -73,10 +73,11 @@ class Evaluator:
         return await self._evaluate(step, plan)
 
     async def interim(self, step: int) -> Evaluation:
-        """Evaluate the main held-out set, sampled, with fewer tasks."""
-        return await self._evaluate(
-            step, [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
-        )
+        """Evaluate the main held-out set, sampled, with fewer tasks. Evaluate as `full` if that reaches
+        `trainer.until`."""
+        plan = [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
+        evaluation = await self._evaluate(step, plan)
+        return await self.full(step) if self.settings.trainer.reached(evaluation.metrics) else evaluation
 
     async def rewards(self, step: int, version: int | None) -> list[float]:
         """Evaluate as `interim`, without a record.

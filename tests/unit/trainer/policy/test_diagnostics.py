@@ -17,7 +17,7 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
     rows = make_rows(9)
     rng = np.random.default_rng(1)
     found = Diagnostics(version=3)
-    gaps, versions, entropies = [], [], []
+    gaps, versions, entropies, products = [], [], [], []
     for batch in lay(rows, 64):
         gap = rng.normal(0, 0.7, len(batch.at_n))
         entropy = rng.random(len(batch.at_n))
@@ -27,6 +27,7 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
             torch.tensor(gap > math.log(1.5)),
             batch,
         )
+        products += [math.prod(np.exp(gap[batch.row_n == at])) for at in range(len(batch.rows))]
         gaps.append(gap), versions.append(batch.versions_n.numpy()), entropies.append(entropy)
     gap, version, entropy = map(np.concatenate, (gaps, versions, entropies))
     ratio = np.exp(gap)
@@ -37,8 +38,10 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
         "entropy": entropy.mean(),
         "clip_fraction": (ratio > 1.5).mean(),
         "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
+        "ess_rows": sum(products) ** 2 / (len(products) * sum(one**2 for one in products)),
         "logprob_max_error": np.abs(gap[version == 3]).max(),
     }
+    assert len(products) == 9
     assert distance_metrics([found.totals()]) == pytest.approx(expected)
 
 
@@ -60,4 +63,4 @@ def test_one_impossible_token_does_not_turn_the_figures_into_infinities():
         torch.full_like(batch.logprobs_n, -1.0), torch.zeros_like(batch.logprobs_n), none_cut(batch), batch
     )
     metrics = distance_metrics([found.totals()])
-    assert all(math.isfinite(metrics[name]) for name in ("lag_kl", "ess", "clip_fraction"))
+    assert all(math.isfinite(metrics[name]) for name in ("lag_kl", "ess", "ess_rows", "clip_fraction"))

@@ -181,6 +181,21 @@ def test_a_linear_schedule_falls_to_a_tenth_at_the_last_step(base):
     assert rates == pytest.approx([0.1, 0.07, 0.04, 0.01, 0.01])
 
 
+def test_the_learning_rate_falls_with_the_effective_sample_size(base):
+    """VCPO's rule, by hand: rate · √ESS of the products of π/μ, and the step that such a rate gives."""
+    policy = load(base, learning_rate=0.1, ess_scaling=True)
+    rows = make_rows(4)
+    gaps = [(own - row.logprobs)[row.mask] for own, row in zip(policy.logprobs(rows), rows, strict=True)]
+    weights = np.exp([gap.sum(dtype=np.float64).clip(-20, 20) for gap in gaps])
+    expected = 0.1 * (weights.sum() ** 2 / (4 * (weights**2).sum())) ** 0.5
+    assert expected < 0.09
+    rate = policy.update(rows, version=3)["learning_rate"]
+    assert rate == pytest.approx(expected, rel=1e-4)
+    plain = load(base, learning_rate=rate)
+    plain.update(rows, version=3)
+    assert unchanged(plain, weights_of(policy))
+
+
 def test_weight_decay_spares_vectors(base):
     policy = load(base, weight_decay=0.5, learning_rate=0.1)
     rows = make_rows(2)

@@ -3,6 +3,7 @@
 The formulas do not know microbatches: their input is trajectories, each a list of rows of trained tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.losses.make import make_loss
 
 CAP = 1.3
+DUAL_CLIP = 1.4
+SEQUENCE_MASK = 0.04
 
 
 @dataclass
@@ -84,6 +87,40 @@ def decoupled(row: Sample) -> Tensor:
     return correction * surrogate((row.pi - row.old).exp(), row.advantage, 0.2, 0.2)
 
 
+def dual_clipped(row: Sample) -> Tensor:
+    """Ye et al., 2020: max(min(r·A, clip(r)·A), c·A) where A < 0."""
+    values = surrogate((row.pi - row.mu).exp(), row.advantage, 0.2, 0.28)
+    floors = DUAL_CLIP * row.advantage
+    below = [
+        a < 0 and v < f
+        for v, f, a in zip(values.tolist(), floors.tolist(), row.advantage.tolist(), strict=True)
+    ]
+    return torch.stack([floors[n] + 0 * values[n] if cut else values[n] for n, cut in enumerate(below)])
+
+
+def sequence_masked(row: Sample, values: Tensor) -> Tensor:
+    """M of DeepSeek-V3.2: 0 where A < 0 and the mean of log μ/π over the row is above the threshold."""
+    far = sum((row.mu - row.pi).tolist()) / len(row.pi) > SEQUENCE_MASK
+    return torch.tensor([0.0 if far and a < 0 else 1.0 for a in row.advantage.tolist()]) * values
+
+
+def total_variation(pi: float, mu: float) -> float:
+    return (abs(pi - mu) + abs((1 - pi) - (1 - mu))) / 2
+
+
+def kl(pi: float, mu: float) -> float:
+    return mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+
+
+def dppo(row: Sample, divergence: Callable[[float, float], float], threshold: float) -> Tensor:
+    """DPPO's M · min(r, C) · A · log π, M = 0 for tokens beyond the threshold that would move on."""
+    weights = []
+    for pi, mu, a in zip(row.pi.exp().tolist(), row.mu.exp().tolist(), row.advantage.tolist(), strict=True):
+        further = (a > 0 and pi > mu) or (a < 0 and pi < mu)
+        weights.append(0.0 if further and divergence(pi, mu) > threshold else min(pi / mu, CAP))
+    return weighted(weights, row)
+
+
 PLAIN: dict[str, Callable[[Trajectories], Tensor]] = {
     "truncated_is": lambda t: token_mean(t, lambda x: weighted([min(r, CAP) for r in ratios(x)], x)),
     "masked_is": lambda t: token_mean(t, lambda x: weighted([r if r <= CAP else 0 for r in ratios(x)], x)),
@@ -103,11 +140,29 @@ PLAIN: dict[str, Callable[[Trajectories], Tensor]] = {
     "dapo": lambda t: token_mean(t, lambda x: surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.28)),
     "gspo": lambda t: sequence_mean(t, lambda x: surrogate(gspo_token_ratio(x), x.advantage, 0.01, 0.02)),
     "decoupled_ppo": lambda t: token_mean(t, decoupled),
+    "dapo_dual_clip": lambda t: token_mean(t, dual_clipped),
+    "dapo_masked": lambda t: token_mean(t, lambda x: sequence_masked(x, dual_clipped(x))),
+    "grpo_masked": lambda t: sequence_mean(
+        t, lambda x: sequence_masked(x, surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.2))
+    ),
+    "dr_grpo_masked": lambda t: token_mean(
+        t, lambda x: sequence_masked(x, surrogate((x.pi - x.mu).exp(), x.advantage, 0.2, 0.2))
+    ) * tokens(t) / (len(t) * 50),
+    "dppo": lambda t: token_mean(t, lambda x: dppo(x, total_variation, 0.03)),
+    "dppo_kl": lambda t: token_mean(t, lambda x: dppo(x, kl, 0.01)),
 }  # fmt: skip
 OWN = {
     "cispo": {"clip_low": 0.1, "clip_high": 0.2},
     "dr_grpo": {"sequence_length": 50},
     "gspo": {"clip_low": 0.01, "clip_high": 0.02},
+    "truncated_is_sequence": {"name": "truncated_is", "level": "sequence"},
+    "masked_is_sequence": {"name": "masked_is", "level": "sequence"},
+    "dapo_dual_clip": {"name": "dapo", "dual_clip": DUAL_CLIP},
+    "dapo_masked": {"name": "dapo", "dual_clip": DUAL_CLIP, "sequence_mask": SEQUENCE_MASK},
+    "grpo_masked": {"name": "grpo", "sequence_mask": SEQUENCE_MASK},
+    "dr_grpo_masked": {"name": "dr_grpo", "sequence_mask": SEQUENCE_MASK, "sequence_length": 50},
+    "dppo": {"threshold": 0.03},
+    "dppo_kl": {"name": "dppo", "divergence": "kl", "threshold": 0.01},
 }
 KL = {
     "k2": lambda x: (x.pi - x.reference) ** 2 / 2,
@@ -116,9 +171,7 @@ KL = {
 
 
 def settings_of(name: str, **others: object) -> TrainerSettings:
-    loss = {"name": name.removesuffix("_sequence"), **OWN.get(name, {})}
-    if name.endswith("_sequence"):
-        loss["level"] = "sequence"
+    loss = {"name": name, **OWN.get(name, {})}
     if "importance_cap" in BY_NAME[loss["name"]].model_fields:
         loss["importance_cap"] = CAP
     return TrainerSettings(loss=loss, **others)
@@ -137,7 +190,7 @@ def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
         row.reference = (row.logprobs + rng.normal(0, 0.5, length)).astype(np.float32)
         row.advantages = np.where(row.mask, (-1) ** session * (1 + 0.1 * session), 0).astype(np.float32)
         rows.append(row)
-        found.append((row.logprobs + gap)[row.mask])
+        found.append(np.minimum(row.logprobs + gap, -0.01)[row.mask])
     return rows, found
 
 
@@ -275,7 +328,10 @@ def test_branching_buys_no_credit(name):
     assert list(totals.values()) == pytest.approx([1.0] * 7)
 
 
-@pytest.mark.parametrize("name", ["truncated_is_sequence", "masked_is_sequence", "masked_is", "truncated_is"])
+FINITE = ["truncated_is_sequence", "masked_is_sequence", "masked_is", "truncated_is", "dppo", "dppo_kl"]
+
+
+@pytest.mark.parametrize("name", FINITE)
 def test_a_ratio_beyond_all_numbers_leaves_the_loss_finite(name):
     rows, _ = make_case()
     logprobs = [row.logprobs[row.mask].astype(np.float64) + 800.0 for row in rows]
@@ -283,6 +339,56 @@ def test_a_ratio_beyond_all_numbers_leaves_the_loss_finite(name):
     assert np.isfinite(value)
     assert all(torch.isfinite(one).all() for one in gradients)
     assert cut == sum(row.trained for row in rows)
+
+
+@pytest.mark.parametrize("name", ["dapo_dual_clip", "dapo_masked"])
+def test_dual_clipping_bounds_the_loss_of_tokens_with_a_negative_advantage(name):
+    rows, _ = make_case()
+    rows = [replace(row, advantages=-abs(row.advantages)) for row in rows]
+    logprobs = [row.logprobs[row.mask].astype(np.float64) + 800.0 for row in rows]
+    value, gradients, cut = ours(settings_of(name), rows, logprobs, 4096)
+    expected = -DUAL_CLIP * sum(row.advantages.sum() for row in rows) / sum(row.trained for row in rows)
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert all((one == 0).all() for one in gradients)
+    assert cut == sum(row.trained for row in rows)
+    assert np.isinf(ours(settings_of("dapo"), rows, logprobs, 4096)[0])
+
+
+@pytest.mark.parametrize(("divergence", "threshold"), [("tv", 0.15), ("kl", 0.05)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_dppo_stops_a_token_beyond_its_threshold_that_would_move_further(divergence, threshold, sign):
+    """At the default thresholds, in each direction. A token that returns is trained on."""
+    distance, mu = {"tv": total_variation, "kl": kl}[divergence], 0.5
+    steps = [mu + sign * (number + 0.5) / 1000 for number in range(499)]
+    inside = [pi for pi in steps if distance(pi, mu) <= threshold][-1]
+    beyond = inside + sign / 1000
+    loss = make_loss(TrainerSettings(loss={"name": "dppo", "divergence": divergence}))
+    row = make_row(np.random.default_rng(0), shortest=6, longest=24)
+    row.logprobs = np.where(row.mask, np.log(mu), 0).astype(np.float32)
+    for pi, advantage, trained in ((inside, sign, True), (beyond, sign, False), (beyond, -sign, True)):
+        row.advantages = np.where(row.mask, advantage, 0).astype(np.float32)
+        (batch,) = lay([row], 64)
+        pi_n = torch.full((row.trained,), float(np.log(pi)), requires_grad=True)
+        loss(pi_n, batch, 1.0)[0].backward()
+        expected = -advantage * pi / mu if trained else 0.0
+        torch.testing.assert_close(pi_n.grad, torch.full((row.trained,), expected), rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["dppo", "dppo_kl"])
+@pytest.mark.parametrize("certain", ["pi", "mu", "both"])
+def test_dppo_is_finite_where_a_token_is_certain(name, certain):
+    rows, logprobs = make_case()
+    if certain != "mu":
+        logprobs = [np.zeros_like(one) for one in logprobs]
+    if certain != "pi":
+        rows = [replace(row, logprobs=np.zeros_like(row.logprobs)) for row in rows]
+    value, gradients, _ = ours(settings_of(name), rows, logprobs, 4096)
+    assert np.isfinite(value)
+    assert all(torch.isfinite(one).all() for one in gradients)
+    for row, pi, gradient in zip(rows, logprobs, gradients, strict=True) if certain == "mu" else ():
+        distance = 1 - np.exp(pi) if name == "dppo" else -pi
+        beyond = (row.advantages[row.mask] < 0) & (distance > OWN[name]["threshold"])
+        assert ((gradient == 0).numpy() == beyond).all()
 
 
 def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
@@ -298,7 +404,7 @@ def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
 
 
 def test_every_loss_has_a_formula():
-    assert {name.removesuffix("_sequence") for name in PLAIN} == BY_NAME.keys() - {"custom"}
+    assert {settings_of(name).loss.name for name in PLAIN} == BY_NAME.keys() - {"custom"}
 
 
 OWN_LOSS = """
