@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -90,7 +91,11 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.fn)
+        """Whether a call returns an awaitable: `fn` is async, or an object whose `__call__` is."""
+        fn: Any = self.fn
+        while isinstance(fn, partial | staticmethod):
+            fn = fn.func if isinstance(fn, partial) else fn.__func__
+        return any(map(inspect.iscoroutinefunction, (fn, getattr(fn, "__call__", None))))  # noqa: B004
 
     @property
     def needs_state(self) -> bool:
