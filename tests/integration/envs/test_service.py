@@ -43,7 +43,7 @@ def ended(output: str = "", env: str = "acting", episode: str = "e") -> Trajecto
 
 
 async def scored(environments: EnvironmentClient, output: str) -> float:
-    episode = f"e-{output.replace(' ', '-')}-{time.monotonic_ns()}"
+    episode = f"e-{output.partition(' ')[0]}-{time.monotonic_ns()}"
     return (await environments.score(episode, ACTING, ended(output))).reward
 
 
@@ -235,13 +235,28 @@ async def test_a_repeated_score_joins_the_one_in_progress(tmp_path: Path) -> Non
         assert (tmp_path / "others").exists(), "the same episode's name, and another trajectory"
 
 
-async def test_a_reward_that_holds_the_interpreters_lock_fails_alone() -> None:
+async def test_a_reward_that_holds_the_interpreters_lock_fails_alone(tmp_path: Path) -> None:
+    lock = f"lock {tmp_path / 'notes'}"
     async with service("Acting", reward_timeout_s=3.0) as env:
-        jobs = [asyncio.create_task(scored(env, text)) for text in ("lock", "sleep 0.2", "sleep 0.3")]
+        jobs = [asyncio.create_task(scored(env, text)) for text in (lock, "sleep 0.2", "sleep 0.3")]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         assert results[1:] == [1.0, 1.0], "they were computed again, by another process"
         assert isinstance(results[0], RewardError)
+        assert (tmp_path / "notes").read_text() == "scored\n" * 2, "the second time in a process of its own"
         assert await scored(env, "fine") == 1.0
+
+
+async def test_a_reward_that_holds_the_lock_of_a_process_without_others_is_computed_once(
+    tmp_path: Path,
+) -> None:
+    async with service("Acting", reward_timeout_s=2.0) as env:
+        with pytest.raises(RewardError, match="longer than 2 s"):
+            await scored(env, f"lock {tmp_path / 'notes'}")
+        assert (tmp_path / "notes").read_text() == "scored\n"
+    async with service("Counter", reward_timeout_s=2.0) as env:
+        await env.setup("a", TASK, 60.0)
+        with pytest.raises(RewardError, match="longer than 2 s"):  # the task's fault: its own state is no other's
+            await env.score("a", TASK, ended("lock", env="counter", episode="a"))
 
 
 async def test_a_stopped_worker_is_replaced() -> None:
