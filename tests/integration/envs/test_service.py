@@ -255,7 +255,7 @@ async def test_a_reward_that_holds_the_lock_of_a_process_without_others_is_compu
         assert (tmp_path / "notes").read_text() == "scored\n"
     async with service("Counter", reward_timeout_s=2.0) as env:
         await env.setup("a", TASK, 60.0)
-        with pytest.raises(RewardError, match="longer than 2 s"):  # the task's fault: its own state is no other's
+        with pytest.raises(RewardError, match="longer than 2 s"):
             await env.score("a", TASK, ended("lock", env="counter", episode="a"))
 
 
