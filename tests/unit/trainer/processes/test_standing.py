@@ -61,6 +61,7 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
     settings = load_settings(standing.write_trainer_settings())
     assert (settings.gateway.url, settings.engine.urls) == ("http://127.0.0.1:2", ["http://127.0.0.1:1"])
     assert (settings.trainer.steps, settings.trainer.max_staleness) == (steps, 3)
+    assert settings.trainer.step_limit == (None if steps == ENDLESS else steps)
     assert settings.run_dir == tmp_path / "run"
 
 
