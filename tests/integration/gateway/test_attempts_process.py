@@ -152,8 +152,8 @@ async def test_an_attempt_that_the_runs_own_agents_did_not_receive_is_no_fault_o
     ):
         session_id = await offer(gateway, heartbeat_s=0.0, deadline_s=1.0)
         waiting = asyncio.create_task(gateway.client.result(session_id))
+        body = {"worker": "agent-1", "capacity": 9, "wait_s": 5.0}
         with pytest.raises(aiohttp.ClientError):
-            body = {"worker": "agent-1", "capacity": 9, "wait_s": 5.0}
             await agents.post("/attempts/next", gateway.client.agents_key, body)
         await gateway.until_died(1)
         assert (await waiting).outcome is Outcome.INFRA_ERROR
