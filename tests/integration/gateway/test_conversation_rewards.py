@@ -111,6 +111,23 @@ async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: 
     assert (await leased(stage)).trajectories[0].reward == 0.375
 
 
+@pytest.mark.parametrize("headers", [{}, {"x-tidegate-session": "c1"}])
+async def test_a_call_while_its_conversation_is_scored_begins_a_new_one(
+    stage: Stage, user: AsyncOpenAI, headers: dict[str, str]
+) -> None:
+    messages: list[Any] = []
+    await say(user, messages, "wait", extra_headers=headers)
+    [scored] = sessions(stage)
+    await eventually(lambda: scored.ending is not None)
+    await say(user, messages, "more", extra_headers=headers)
+    GATE.set()
+    assert (await leased(stage)).trajectories[0].session_id == scored.id
+    await say(user, messages, "and more", extra_headers=headers)
+    [*_, new] = sessions(stage)
+    assert new is not scored
+    assert len(new.tree.nodes) == 2, "the name is that of the new one"
+
+
 def test_functions_are_loaded_by_name_and_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def polite(trajectory):\n    return 1.0\n\nnumber = 7\n")
