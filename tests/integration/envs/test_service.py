@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from tidegate.errors import ConfigError, RewardError, StartError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.service.api_key import ENV_KEY
 from tidegate.service.service import Service
 from tidegate.types import Outcome, Task, Trajectory
 
@@ -295,3 +298,39 @@ async def test_other_processes_need_the_key() -> None:
         with pytest.raises(StartError, match="needs its key"):
             await stranger.start()
         await stranger.close()
+
+
+@contextlib.asynccontextmanager
+async def served_by_command(folder: Path, name: str, key: str) -> AsyncIterator[tuple[str, int]]:
+    """Runs `tidegate env serve` as on another machine; yields its address and process id."""
+    announced = folder / f"{name}.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "env", "serve", f"{FILE}:Counter", "--port=0",
+        f"--announce={announced}", env={**os.environ, ENV_KEY: key},
+    )  # fmt: skip
+    try:
+        await eventually(announced.exists, 60)
+        yield json.loads(announced.read_text())["url"], process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_services_of_several_machines_share_the_episodes(tmp_path: Path) -> None:
+    async with (
+        served_by_command(tmp_path, "one", "shared") as (one, one_pid),
+        served_by_command(tmp_path, "two", "shared") as (two, _),
+        EnvironmentClient([one, two], "shared") as env,
+    ):
+        await env.start()
+        names = [f"e{number}" for number in range(8)]
+        for name in names:
+            await env.setup(name, TASK, 60.0)
+            assert (await env.call_tool(name, "add", {"number": 2})).content == "2"
+        of_one = [name for name in names if env._path(name).startswith(one)]
+        assert 0 < len(of_one) < len(names)
+        os.kill(one_pid, signal.SIGKILL)
+        for name in set(names) - set(of_one):
+            score = await env.score(name, TASK, ended(env="counter", episode=name))
+            assert score.reward == 2.0, "the other one continues with the states that it has"
