@@ -120,6 +120,9 @@ def act(output: str | None) -> float:
     elif word == "note":
         _note(argument, "scored")
         time.sleep(0.5)
+    elif word == "process":
+        _note(argument, str(os.getpid()))
+        time.sleep(0.5)
     elif word == "raise":
         raise ValueError(argument)
     return 1.0

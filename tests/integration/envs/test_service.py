@@ -204,6 +204,13 @@ async def test_rewards_that_queue_are_not_late() -> None:
         assert time.monotonic() - began > 1.0, "the last ones waited for longer than a deadline"
 
 
+async def test_rewards_are_computed_by_all_workers(tmp_path: Path) -> None:
+    async with service("Acting", workers=2) as env:
+        await asyncio.gather(*(scored(env, f"process {tmp_path / 'pids'}") for _ in range(8)))
+    pids = (tmp_path / "pids").read_text().split()
+    assert sorted(map(pids.count, set(pids))) == [4, 4]
+
+
 async def test_a_reward_that_hangs_or_ends_its_process_costs_itself_alone() -> None:
     async with service("Acting", reward_timeout_s=3.0) as env:
         outputs = ["fine", "sleep 60", "exit", "raise it", "sleep 0.1", "fine"]
