@@ -115,15 +115,17 @@ async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: 
 
 @pytest.mark.parametrize("headers", [{}, {"x-tidegate-session": "c1"}])
 async def test_a_call_while_its_conversation_is_scored_begins_a_new_one(
-    stage: Stage, user: AsyncOpenAI, headers: dict[str, str]
+    stage: Stage, user: AsyncOpenAI, key: str, headers: dict[str, str]
 ) -> None:
     messages: list[Any] = []
-    await say(user, messages, "wait", extra_headers=headers)
+    reply = await say(user, messages, "wait", extra_headers=headers)
     [scored] = sessions(stage)
     await eventually(lambda: scored.ending is not None)
+    assert (await feedback(stage, key, reply.id, "up"))[0] == 410
     await say(user, messages, "more", extra_headers=headers)
     GATE.set()
-    assert (await leased(stage)).trajectories[0].session_id == scored.id
+    trajectory = (await leased(stage)).trajectories[0]
+    assert (trajectory.session_id, trajectory.reward) == (scored.id, 0.375), "without the late feedback"
     await say(user, messages, "and more", extra_headers=headers)
     [*_, new] = sessions(stage)
     assert new is not scored
