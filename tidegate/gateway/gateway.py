@@ -335,10 +335,7 @@ class Gateway:
     async def drop(
         self, group_id: str, epoch: int | None = None, reason: str | None = None
     ) -> list[Trajectory]:
-        """Ends a group and all of its sessions; returns what they recorded. Idempotent.
-
-        A client that formed the group is told the `reason`.
-        """
+        """Ends a group and its sessions, for a `reason`; returns what they recorded. Idempotent."""
         _check_storable(reason)
         await self.groups.begin_epoch(epoch)
         why = "its group was dropped" + ("" if reason is None else f": {reason}")
