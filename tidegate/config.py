@@ -230,6 +230,11 @@ class TrainerSettings(SettingsSection):
         return self.advantage_scale or by_baseline[self.baseline]
 
     @property
+    def step_limit(self) -> int | None:
+        """`steps`; None for a standing service without a limit."""
+        return self.steps if self.steps < ENDLESS else None
+
+    @property
     def filters_equal_rewards(self) -> bool:
         """Whether groups whose rewards are all equal are replaced."""
         return self.dynamic_sampling is not False and self.compares_in_groups

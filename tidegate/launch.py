@@ -50,7 +50,7 @@ def launch(
     Returns:
         The exit code.
     """
-    view = make_view(settings.run.live_view, settings.trainer.steps, settings.trainer.staleness_bound)
+    view = make_view(settings.run.live_view, settings.trainer.step_limit, settings.trainer.staleness_bound)
     make = partial(Launch, settings, resume, fresh, lift_quarantine=lift_quarantine)
     try:
         if cluster is not None:
@@ -170,7 +170,7 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
         "model": str(settings.model.path),
         "env": settings.env.use if settings.agent.source != "client" else "clients' own",
         "agent": _agent(settings),
-        "steps": settings.trainer.steps,
+        "steps": settings.trainer.step_limit,
         "resumed_from": run.start.step if run.start.checkpoint is not None else None,
     }
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import REPO
-from tests.e2e.runs import held, ledger, training
+from tests.e2e.runs import ENVIRONMENT, held, ledger, training
 from tidegate.client import Client, ClientGroup
 from tidegate.envs.arithmetic import Arithmetic, exact_answer
 from tidegate.errors import GatewayError, GroupRefusedError
@@ -59,6 +61,28 @@ class Program:
             )
             text = reply.choices[0].message.content
             episode.reward = exact_answer(text, task.answer) + len(text or "") % 7 / 10  # type: ignore[attr-defined]
+
+
+async def test_the_example_for_notebooks_trains_a_run(tmp_path: Path) -> None:
+    script = CONFIG.with_name("train.py")
+    assert sum(bool(line.strip()) for line in script.read_text().splitlines()) <= 25
+    run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
+    key = create_key(keys, "me")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = [f"--gateway.port={port}", f"--gateway.keys={keys}", "--trainer.steps=2"]
+    small = ["--run.live_view=false", "--trainer.groups_per_batch=2"]
+    with training(run_dir, *place, config=CONFIG, small=small) as run:
+        arguments = [sys.executable, str(script), f"http://127.0.0.1:{port}", key, "200"]
+        await asyncio.to_thread(run.until_said, "clients: ")
+        program = await asyncio.create_subprocess_exec(*arguments, env=ENVIRONMENT)
+        try:
+            assert await asyncio.to_thread(run.wait) == 0, run.output()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                program.kill()
+            await program.wait()
+    assert held(run_dir).groups["trained"] == 4
 
 
 async def test_a_program_trains_a_run_whose_processes_are_killed(tmp_path: Path) -> None:

@@ -122,6 +122,29 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
     check_books(run_dir, users)
 
 
+async def test_what_is_sampled_before_the_trainer_has_started_is_trained_on(tmp_path: Path) -> None:
+    run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
+    key = create_key(keys, "shop")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = [f"--gateway.port={port}", f"--gateway.keys={keys}", "--trainer.steps=1"]
+    users = Users(f"http://127.0.0.1:{port}", key)
+    small = [*SMALL, "--trainer.groups_per_batch=2"]
+    with training(run_dir, *place, config=CONFIG, small=small, command="serve") as run:
+        await asyncio.to_thread(run.until_said, "serving at")
+        async with users.llm, aiohttp.ClientSession(headers=users.headers) as users.http:
+            for text, value in (("first", 1.0), ("second", 0.0)):
+                reply = await users.llm.chat.completions.create(
+                    model="m", messages=[{"role": "user", "content": text}]
+                )
+                await users.thumb(reply.id, text, value)
+        assert not (run_dir / "ledger.jsonl").exists(), "the trainer has not started"
+        await asyncio.to_thread(run.until_said, "training has ended")
+        assert sorted(trained_questions(run_dir)) == ["first", "second"]
+        run.process.terminate()
+        assert await asyncio.to_thread(run.wait) == 0, run.output()
+
+
 async def test_a_gateway_that_runs_already_serves_users_while_trainers_come_and_go(tmp_path: Path) -> None:
     run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
     key, model = create_key(keys, "shop"), REPO / "examples" / "tiny_base" / "model"

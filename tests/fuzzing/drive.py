@@ -21,12 +21,16 @@ from tests.fuzzing.dialects import DIALECTS
 from tests.fuzzing.stories import Case, Failure, PromptEngine, Story
 from tests.fuzzing.tools import ToolStory, tool_story
 from tests.fuzzing.values import smaller
+from tests.fuzzing.workers import WorkerStory
+from tests.remote_workers import WORKER_KEY
 from tidegate.gateway.project_keys import create_key
 from tidegate.types import Task
 
 CASES_A_STORY = 40
 CLIENT_STORIES = 5
 """One story in so many is that of a client with a project key."""
+WORKER_STORIES = 11
+"""One other story in so many is that of a worker."""
 TOOL_STORIES = 7
 """One other story in so many is that of an agent with tools."""
 _AT_ONCE = 16
@@ -51,7 +55,12 @@ async def fuzzed(model: Path) -> AsyncIterator[tuple[Stage, aiohttp.ClientSessio
     keys = model.parent / "keys.json"
     create_key(keys, "none")
     environments = LocalEnvironments(Safe())
-    options = {"keys": keys, "conversation_idle_s": 3600.0, "environments": environments}
+    options = {
+        "keys": keys,
+        "worker_key": WORKER_KEY,
+        "conversation_idle_s": 3600.0,
+        "environments": environments,
+    }
     async with staged(model, engine_type=PromptEngine, journal=model.parent / "journal", **options) as stage:
         stage.engine.encode = stage.gateway.renderer.encode
         connector = aiohttp.TCPConnector(limit=0)
@@ -89,18 +98,20 @@ async def _tell(
     stage: Stage, http: aiohttp.ClientSession, plan: Plan, numbers: Iterator[int], seen: Counter[str]
 ) -> None:
     for number in numbers:
-        story: Story | ClientStory | ToolStory
+        story: Story | ClientStory | ToolStory | WorkerStory
         if number % CLIENT_STORIES == CLIENT_STORIES - 1:
             story = _client_story(stage, http, plan.seed, number)
         elif number % TOOL_STORIES == TOOL_STORIES - 1:
             story = await tool_story(stage, http, f"{plan.seed}/{number}")
+        elif number % WORKER_STORIES == WORKER_STORIES - 1:
+            story = WorkerStory(stage, http, f"worker{number}", f"{plan.seed}/{number}")
         else:
             story = await _session_story(stage, http, plan.seed, number)
         try:
             await story.run(plan.cases)
         except Failure as failure:
             failure.where = f"--template {plan.template} --seed {plan.seed} --story {number}"
-            if failure.case is not None and not isinstance(story, ToolStory):
+            if failure.case is not None and isinstance(story, Story | ClientStory):
                 failure.case = await _shrunk(stage, http, failure.case)
             raise
         seen += story.seen

@@ -254,6 +254,18 @@ async def test_tool_calls_that_cannot_be_parsed(patient: Patient) -> None:
     assert "tool calls could not be parsed" in found["tool_calls_malformed"].text
 
 
+async def test_tool_calls_of_an_agent_that_passes_no_tools(patient: Patient) -> None:
+    patient.agent = GOOD_AGENT.replace(", tools=TOOLS", "")
+    patient.says(CALL)
+    found = await patient.examine()
+    assert "1 of 1 replies: your agent passed no tools" in found["tool_calls_unread"].text
+
+
+async def test_a_closing_marker_alone_is_no_call(patient: Patient) -> None:
+    patient.says("The result is 4.\n</tool_call>")
+    assert await patient.examine() == {}
+
+
 @pytest.mark.slow
 async def test_tool_calls_that_no_parser_reads(patient: Patient) -> None:
     patient.settings["gateway"] = {"tool_parser": "none"}

@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, failed, note, ok, warning
 from tidegate.gateway.client import GatewayClient, SessionSummary
-from tidegate.gateway.parsing.tool_calls.registry import MARKERS
+from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
+from tidegate.gateway.parsing.tool_calls.registry import FORMATS, MARKERS, choose
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
@@ -180,15 +181,24 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
         fix = "a weak model has to learn the format; for a strong one, check gateway.tool_parser"
         yield warning("episode", "tool_calls_malformed", text, fix)
     texts = [renderer.decode(turn.output_ids.tolist()) for turn in turns if turn.parse is None]
-    unread = [text for text in texts if any(marker in text for marker in MARKERS)]
+    marked = [text for text in texts if any(marker in text for marker in MARKERS)]
+    parser = settings.gateway.tool_parser
+    formats = [*FORMATS.values()] if parser == "none" else [choose(parser, renderer.render_text).format]
+    # The parser of the gateway would have read the others as text even with tools, such as a closing marker.
+    unread = [text for text in marked if any(_has_calls(tool_format, text) for tool_format in formats)]
     if unread:
-        why = (
-            "gateway.tool_parser is 'none'"
-            if settings.gateway.tool_parser == "none"
-            else "your agent passed no tools with that call"
-        )
+        none = parser == "none"
+        why = "gateway.tool_parser is 'none'" if none else "your agent passed no tools with that call"
         text = f"tool calls came back as text in {len(unread)} of {len(turns)} replies: {why}"
         yield warning("episode", "tool_calls_unread", text)
+
+
+def _has_calls(tool_format: ToolCallFormat, text: str) -> bool:
+    """Returns whether a text has a call in a format, also a malformed one."""
+    parser = tool_format.parser(())
+    parser.feed(text)
+    parser.finish()
+    return parser.status is not None
 
 
 def _branches(turns: list[Turn]) -> Iterator[Finding]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from tidegate.envs.base import Environment
-from tidegate.envs.rewards import Grade
+from tidegate.envs.rewards import Grade, is_async
 from tidegate.errors import ConfigError, RewardError, UnrewardedError
 from tidegate.loading import load_object
 from tidegate.types import CONVERSATION, Message, Scored, Task, Trajectory, finite
 
-ConversationReward = Callable[[Trajectory], float | None]
-"""Scores a conversation; None: no opinion. It is called in a thread."""
+ConversationReward = Callable[[Trajectory], float | Awaitable[float | None] | None]
+"""Scores a conversation; None: no opinion. It may be async; another one is called in a thread."""
 
 
 class ConversationRewards(Environment):
@@ -41,6 +41,19 @@ class ConversationRewards(Environment):
     def eval_sets(self) -> Mapping[str, Sequence[Task]]:
         return {}
 
+    async def await_rewards(
+        self,
+        task: Task,
+        trajectory: Trajectory | None,
+        output: str | None,
+        messages: Sequence[Message],
+        state: Any = None,
+    ) -> dict[str, Grade]:
+        """Returns the values of the async functions that have an opinion. Exceptions are those of `score`."""
+        functions: dict[str, Any] = {name: fn for name, fn in self.functions.items() if is_async(fn)}
+        values = {name: await function(trajectory) for name, function in functions.items()}
+        return {name: Grade(finite(name, value)) for name, value in values.items() if value is not None}
+
     def score(
         self,
         task: Task,
@@ -57,8 +70,10 @@ class ConversationRewards(Environment):
             RewardError: A value is not a finite number, or the sum is outside the range.
         """
         assert trajectory is not None, "a gateway recorded it"
-        values = {name: function(trajectory) for name, function in self.functions.items()}
+        functions: dict[str, Any] = {name: fn for name, fn in self.functions.items() if not is_async(fn)}
+        values = {name: function(trajectory) for name, function in functions.items()}
         parts = {name: finite(name, value) for name, value in values.items() if value is not None}
+        parts |= {name: grade.value for name, grade in (awaited or {}).items()}
         turns = sum(turn.reward for turn in trajectory.turns)
         if not (parts or trajectory.reward_parts or turns):
             raise UnrewardedError("there is no feedback, and no reward function has an opinion")

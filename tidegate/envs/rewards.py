@@ -8,6 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -90,7 +91,7 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        return inspect.iscoroutinefunction(self.fn)
+        return is_async(self.fn)
 
     @property
     def needs_state(self) -> bool:
@@ -109,6 +110,13 @@ class Reward:
         if isinstance(error, RewardError):
             return RewardError(f"the reward {self.name!r}: {error}")
         return RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}{where(error)}")
+
+
+def is_async(fn: Any) -> bool:
+    """Returns whether calls must be awaited: `fn` is async, or an object whose `__call__` is."""
+    while isinstance(fn, partial | staticmethod):
+        fn = fn.func if isinstance(fn, partial) else fn.__func__
+    return any(map(inspect.iscoroutinefunction, (fn, getattr(fn, "__call__", None))))  # noqa: B004
 
 
 def _parameters(fn: Callable[..., Any]) -> list[str]:

@@ -281,13 +281,20 @@ class GatewayClient(HttpClient):
         body = {"task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch}
         await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
 
-    async def drop_group(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
+    async def drop_group(
+        self, group_id: str, epoch: int | None = None, why: str | None = None
+    ) -> list[Trajectory]:
         """Ends a group and all of its sessions, including running ones. Idempotent. Raises 410 as `finish`.
+
+        Args:
+            group_id: Name of the group.
+            epoch: The trainer's epoch.
+            why: Reason, for a client that formed the group.
 
         Returns:
             The sessions' trajectories with the complete replies recorded so far; empty if repeated.
         """
-        data = await self._call("DELETE", f"/groups/{_quote(group_id)}", {"trainer_epoch": epoch})
+        data = await self._call("DELETE", f"/groups/{_quote(group_id)}", {"trainer_epoch": epoch, "why": why})
         return from_wire(data, dict[str, list[Trajectory]])["trajectories"]
 
     async def list_groups(self) -> list[GroupRow]:

@@ -332,14 +332,17 @@ class Gateway:
         for session in await self.groups.ack(epoch, lease_id, outcome, why):
             self.sessions.forget(session)
 
-    async def drop(self, group_id: str, epoch: int | None = None) -> list[Trajectory]:
-        """Ends a group and all of its sessions; returns what they recorded. Idempotent."""
+    async def drop(
+        self, group_id: str, epoch: int | None = None, reason: str | None = None
+    ) -> list[Trajectory]:
+        """Ends a group and its sessions, for a `reason`; returns what they recorded. Idempotent."""
+        _check_storable(reason)
         await self.groups.begin_epoch(epoch)
-        why = "its group was dropped"
+        why = "its group was dropped" + ("" if reason is None else f": {reason}")
         self._stop_sessions(group_id, why)
         result = SessionResult(Outcome.CANCELLED, why, asyncio.get_running_loop().time())
         recorded = []
-        for session in await self.groups.drop(group_id, epoch):
+        for session in await self.groups.drop(group_id, epoch, reason):
             recorded.append(session.trajectory or trajectory_of(session, result))
             self.sessions.forget(session)
         return recorded

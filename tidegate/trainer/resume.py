@@ -58,7 +58,7 @@ async def take_over(
     for group in groups:
         continues = group.id in admitted and admitted[group.id].phase is Phase.READY
         if group.id in start.past.groups and not continues:
-            await gateway.drop_group(group.id, epoch)
+            await gateway.drop_group(group.id, epoch, "the run was killed while it had the group")
     return resumed
 
 

@@ -12,6 +12,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.preflight import check_model
+from tidegate.trainer.publish.first_version import first_version
 from tidegate.trainer.records.metrics import reached
 
 
@@ -44,7 +45,8 @@ class Start:
                     f"{settings.run_dir} holds a run already: continue it (--resume), choose another "
                     "run.name, or set it aside (--fresh)"
                 )
-            version, epoch = _first(settings, 0), _first(settings, 1)
+            served, epoch = first_version(run_dir), _first(settings, 1)
+            version = _first(settings, 0) if served is None else served
             return cls(settings.model.path.absolute(), version=version, least_epoch=epoch)
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")

@@ -26,11 +26,13 @@ NEWS_LINES = 5
 BAR = 20
 
 
-def make_view(live: bool, total_steps: int, bound: int | None, console: Console | None = None) -> Observer:
+def make_view(
+    live: bool, total_steps: int | None, bound: int | None, console: Console | None = None
+) -> Observer:
     """Returns the live view if `live` is set and the console supports it, else the plain view.
 
-    `bound` is `max_staleness`, None if there is no bound. The live view needs a terminal that can move
-    its cursor and print UTF-8.
+    `total_steps` is None without a limit. `bound` is `max_staleness`, None if there is no bound. The live
+    view needs a terminal that can move its cursor and print UTF-8.
     """
     console = console or Terminal()
     supported = (
@@ -46,7 +48,7 @@ class LiveView:
     def __init__(
         self,
         out: SafeConsole,
-        total_steps: int,
+        total_steps: int | None,
         bound: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -148,10 +150,12 @@ def _head(state: LiveState, clock: float) -> RenderableType:
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
-    bar = ProgressBar(
-        state.total_steps, min(state.at, state.total_steps), complete_style=ACCENT, finished_style=ACCENT
-    )
-    line.add_row(Text.assemble("step ", (f"{state.at}", "bold"), f"/{state.total_steps}"), bar, timing)
+    total = state.total_steps
+    step, of = ("step ", (f"{state.at}", "bold")), "" if total is None else f"/{total}"
+    bar: RenderableType = ""
+    if total is not None:
+        bar = ProgressBar(total, min(state.at, total), complete_style=ACCENT, finished_style=ACCENT)
+    line.add_row(Text.assemble(*step, of), bar, timing)
     return Group(title, line)
 
 

@@ -38,7 +38,8 @@ class Rate:
 class LiveState:
     """`clock` readings are seconds of one monotonic clock."""
 
-    total_steps: int
+    total_steps: int | None
+    """Limit of the steps; None without one."""
     bound: int | None
     started_at: float
     info: dict[str, object] = field(default_factory=dict)
@@ -93,8 +94,8 @@ class LiveState:
         return sum(values) / len(values) if values else None
 
     def seconds_left(self) -> float | None:
-        """From the pace of the last 20 steps; None until there is one."""
-        if len(self.ticks) < 2:
+        """From the pace of the last 20 steps; None until there is one, or without a limit."""
+        if len(self.ticks) < 2 or self.total_steps is None:
             return None
         (then, first), (now, last) = self.ticks[0], self.ticks[-1]
         if last <= first or now <= then:

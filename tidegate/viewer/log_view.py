@@ -24,7 +24,7 @@ class PlainView:
     def __init__(
         self,
         out: SafeConsole,
-        total_steps: int,
+        total_steps: int | None,
         bound: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,15 +113,15 @@ def opening(info: Mapping[str, object]) -> str:
     return ", ".join(words)
 
 
-def step_line(metrics: Mapping[str, float], total_steps: int, tokens_per_s: float | None) -> str:
+def step_line(metrics: Mapping[str, float], total_steps: int | None, tokens_per_s: float | None) -> str:
     """Formats one step in fixed columns, so that lines align."""
-    wide = len(str(total_steps))
+    of, wide = ("", 5) if total_steps is None else (f"/{total_steps}", len(str(total_steps)))
 
     def cell(key: str, digits: int, width: int) -> str:
         return f"{number(metrics.get(key), digits):>{width}}"
 
     cells = [
-        f"step {cell('step', 0, wide)}/{total_steps}",
+        f"step {cell('step', 0, wide)}{of}",
         f"reward {cell('reward/mean', 3, 6)}",
         f"loss {cell('loss', 3, 7)}",
         f"staleness {cell('staleness/mean', 1, 4)} max {cell('staleness/max', 0, 2)}",

@@ -18,7 +18,9 @@ from tidegate.errors import InfrastructureError
 from tidegate.types import Message, Task
 
 
-async def total(state: dict[str, Any]) -> float:
+async def total(state: dict[str, Any], output: str | None) -> float:
+    if (output or "").startswith("lock"):
+        act(output)
     return float(state["total"])
 
 
@@ -103,6 +105,8 @@ def act(output: str | None) -> float:
     if word == "sleep":
         time.sleep(float(argument))
     elif word == "lock":  # the regular expression takes minutes and holds the interpreter's lock
+        if argument:
+            _note(argument, "scored")
         re.match(r"(a+)+$", "a" * 40 + "b")
     elif word == "exit":
         os._exit(3)
@@ -115,6 +119,9 @@ def act(output: str | None) -> float:
         os._exit(3)
     elif word == "note":
         _note(argument, "scored")
+        time.sleep(0.5)
+    elif word == "process":
+        _note(argument, str(os.getpid()))
         time.sleep(0.5)
     elif word == "raise":
         raise ValueError(argument)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from tidegate.errors import ConfigError, RewardError, StartError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.service.api_key import ENV_KEY
 from tidegate.service.service import Service
 from tidegate.types import Outcome, Task, Trajectory
 
@@ -43,7 +46,7 @@ def ended(output: str = "", env: str = "acting", episode: str = "e") -> Trajecto
 
 
 async def scored(environments: EnvironmentClient, output: str) -> float:
-    episode = f"e-{output.replace(' ', '-')}-{time.monotonic_ns()}"
+    episode = f"e-{output.partition(' ')[0]}-{time.monotonic_ns()}"
     return (await environments.score(episode, ACTING, ended(output))).reward
 
 
@@ -201,6 +204,13 @@ async def test_rewards_that_queue_are_not_late() -> None:
         assert time.monotonic() - began > 1.0, "the last ones waited for longer than a deadline"
 
 
+async def test_rewards_are_computed_by_all_workers(tmp_path: Path) -> None:
+    async with service("Acting", workers=2) as env:
+        await asyncio.gather(*(scored(env, f"process {tmp_path / 'pids'}") for _ in range(8)))
+    pids = (tmp_path / "pids").read_text().split()
+    assert sorted(map(pids.count, set(pids))) == [4, 4]
+
+
 async def test_a_reward_that_hangs_or_ends_its_process_costs_itself_alone() -> None:
     async with service("Acting", reward_timeout_s=3.0) as env:
         outputs = ["fine", "sleep 60", "exit", "raise it", "sleep 0.1", "fine"]
@@ -235,13 +245,28 @@ async def test_a_repeated_score_joins_the_one_in_progress(tmp_path: Path) -> Non
         assert (tmp_path / "others").exists(), "the same episode's name, and another trajectory"
 
 
-async def test_a_reward_that_holds_the_interpreters_lock_fails_alone() -> None:
+async def test_a_reward_that_holds_the_interpreters_lock_fails_alone(tmp_path: Path) -> None:
+    lock = f"lock {tmp_path / 'notes'}"
     async with service("Acting", reward_timeout_s=3.0) as env:
-        jobs = [asyncio.create_task(scored(env, text)) for text in ("lock", "sleep 0.2", "sleep 0.3")]
+        jobs = [asyncio.create_task(scored(env, text)) for text in (lock, "sleep 0.2", "sleep 0.3")]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         assert results[1:] == [1.0, 1.0], "they were computed again, by another process"
         assert isinstance(results[0], RewardError)
+        assert (tmp_path / "notes").read_text() == "scored\n" * 2, "the second time in a process of its own"
         assert await scored(env, "fine") == 1.0
+
+
+async def test_a_reward_that_holds_the_lock_of_a_process_without_others_is_computed_once(
+    tmp_path: Path,
+) -> None:
+    async with service("Acting", reward_timeout_s=2.0) as env:
+        with pytest.raises(RewardError, match="longer than 2 s"):
+            await scored(env, f"lock {tmp_path / 'notes'}")
+        assert (tmp_path / "notes").read_text() == "scored\n"
+    async with service("Counter", reward_timeout_s=2.0) as env:
+        await env.setup("a", TASK, 60.0)
+        with pytest.raises(RewardError, match="longer than 2 s"):
+            await env.score("a", TASK, ended("lock", env="counter", episode="a"))
 
 
 async def test_a_stopped_worker_is_replaced() -> None:
@@ -280,3 +305,39 @@ async def test_other_processes_need_the_key() -> None:
         with pytest.raises(StartError, match="needs its key"):
             await stranger.start()
         await stranger.close()
+
+
+@contextlib.asynccontextmanager
+async def served_by_command(folder: Path, name: str, key: str) -> AsyncIterator[tuple[str, int]]:
+    """Runs `tidegate env serve` as on another machine; yields its address and process id."""
+    announced = folder / f"{name}.json"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tidegate", "env", "serve", f"{FILE}:Counter", "--port=0",
+        f"--announce={announced}", env={**os.environ, ENV_KEY: key},
+    )  # fmt: skip
+    try:
+        await eventually(announced.exists, 60)
+        yield json.loads(announced.read_text())["url"], process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_services_of_several_machines_share_the_episodes(tmp_path: Path) -> None:
+    async with (
+        served_by_command(tmp_path, "one", "shared") as (one, one_pid),
+        served_by_command(tmp_path, "two", "shared") as (two, _),
+        EnvironmentClient([one, two], "shared") as env,
+    ):
+        await env.start()
+        names = [f"e{number}" for number in range(8)]
+        for name in names:
+            await env.setup(name, TASK, 60.0)
+            assert (await env.call_tool(name, "add", {"number": 2})).content == "2"
+        of_one = [name for name in names if env._path(name).startswith(one)]
+        assert 0 < len(of_one) < len(names)
+        os.kill(one_pid, signal.SIGKILL)
+        for name in set(names) - set(of_one):
+            score = await env.score(name, TASK, ended(env="counter", episode=name))
+            assert score.reward == 2.0, "the other one continues with the states that it has"

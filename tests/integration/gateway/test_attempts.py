@@ -15,6 +15,7 @@ from tests.fakes import Stage, eventually, staged
 from tests.integration.gateway.control_stage import TASK, Sums, ask
 from tests.remote_workers import WORKER_KEY, Attempts, Refused
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway.attempts import queue
 from tidegate.gateway.attempts.queue import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.http.app import create_app
@@ -86,6 +87,29 @@ async def test_polls_are_served_in_the_order_in_which_they_came(stage: Stage, wo
     opened = [await offer(stage) for _ in polls]
     taken = [(await poll)[0]["attempt"] for poll in polls]
     assert taken == opened
+
+
+async def test_an_attempt_wakes_one_of_a_thousand_polls(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def pop(line: Any, poll: Any, capacity: int) -> Any:
+        looked.append(poll.worker)
+        return original(line, poll, capacity)
+
+    original = queue._Line.pop
+    monkeypatch.setattr(queue._Line, "pop", pop)
+    attempts = stage.gateway.attempts
+    polls = [asyncio.create_task(attempts.take(f"w{number}", 1, 60.0)) for number in range(1000)]
+    await eventually(lambda: len(attempts.workers()) == 1000)
+    assert looked == [], "a poll that waits does nothing"
+    await offer(stage)
+    done, _ = await asyncio.wait(polls, return_when=asyncio.FIRST_COMPLETED)
+    assert (len(done), looked) == (1, ["w0"])
+    for poll in polls:
+        poll.cancel()
+    await asyncio.gather(*polls, return_exceptions=True)
 
 
 async def test_polls_that_wait_share_what_is_queued(stage: Stage) -> None:

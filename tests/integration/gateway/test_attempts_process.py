@@ -20,9 +20,9 @@ from tidegate.types import Outcome, Task
 TASK = Task("t1", "none", [{"role": "user", "content": "?"}])
 
 
-async def offer(gateway: GatewayProcess, heartbeat_s: float = 60.0) -> str:
+async def offer(gateway: GatewayProcess, heartbeat_s: float = 60.0, deadline_s: float = 60.0) -> str:
     access = await gateway.client.open_session(
-        task=TASK, deadline_s=60.0, epoch=1, offer_heartbeat_s=heartbeat_s
+        task=TASK, deadline_s=deadline_s, epoch=1, offer_heartbeat_s=heartbeat_s
     )
     return access.session_id
 
@@ -139,3 +139,21 @@ async def test_a_kill_while_a_worker_takes_an_attempt_loses_none(tmp_path: Path,
             assert attempt["attempt"] == session_id
             await worker.finish(attempt, outcome="cancelled")
             assert (await waiting).outcome is Outcome.CANCELLED
+
+
+async def test_an_attempt_that_the_runs_own_agents_did_not_receive_is_no_fault_of_its_task(
+    tmp_path: Path,
+) -> None:
+    """They send no heartbeats, so that it ends at its deadline only."""
+    model = make_model_dir(tmp_path / "tiny")
+    async with (
+        running(model, tmp_path, "offered.after", worker_key=WORKER_KEY) as gateway,
+        Attempts(gateway.url) as agents,
+    ):
+        session_id = await offer(gateway, heartbeat_s=0.0, deadline_s=1.0)
+        waiting = asyncio.create_task(gateway.client.result(session_id))
+        body = {"worker": "agent-1", "capacity": 9, "wait_s": 5.0}
+        with pytest.raises(aiohttp.ClientError):
+            await agents.post("/attempts/next", gateway.client.agents_key, body)
+        await gateway.until_died(1)
+        assert (await waiting).outcome is Outcome.INFRA_ERROR

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -16,8 +17,15 @@ from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.client import Client, ClientGroup
 from tidegate.client.groups import LEAVE_S
+from tidegate.config import load_settings
+from tidegate.envs.arithmetic import Arithmetic
 from tidegate.errors import GatewayError, GroupRefusedError
 from tidegate.gateway.project_keys import create_key, revoke_key
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.rollout.episodes import EpisodeSource
+from tidegate.trainer.rollout.pause import Pause
+from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.types import Group, Outcome
 
 ASK = [{"role": "user", "content": "1+2?"}]
@@ -95,6 +103,24 @@ async def test_a_group_that_was_not_trained_on_raises_with_the_reason(
     ) as refused:
         await group
     assert refused.value.state == "refused"
+
+
+async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stage, client: Client) -> None:
+    group = await formed(client)
+    settings = load_settings(None, ["--model.path=x", "--trainer.group_size=2"])
+    entries: list[Any] = []
+    admission = Admission(Rules.of(settings), entries.append)
+    pause = Pause(admission, print, 3600.0)
+    source = EpisodeSource(stage.client, 5.0, epoch=1)
+    rollout = Rollout(settings, admission, source, Arithmetic(), lambda *_: None, lambda *_: None, pause)
+    assert admission.accept(await leased(stage)) is None
+    await rollout.stop()
+    with pytest.raises(
+        GroupRefusedError, match="ended dropped: the run ended before a batch had the group"
+    ) as refused:
+        await group
+    assert refused.value.state == "dropped"
+    assert entries[-1]["state"] == "cancelled"
 
 
 async def test_failed_episodes_are_left_out_and_named(stage: Stage, client: Client) -> None:

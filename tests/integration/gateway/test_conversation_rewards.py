@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,9 +15,10 @@ from tests.fakes import Stage, eventually, staged
 from tests.integration.gateway.test_conversations import IDLE_S, feedback, leased, say, sessions
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.envs.conversations import ConversationRewards, conversation_environment
-from tidegate.errors import ConfigError
+from tidegate.envs.service.scoring import score
+from tidegate.errors import ConfigError, RewardError
 from tidegate.gateway.project_keys import create_key
-from tidegate.types import CONVERSATION, Trajectory
+from tidegate.types import CONVERSATION, Outcome, Task, Trajectory
 
 GATE = threading.Event()
 
@@ -109,6 +111,45 @@ async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: 
     assert slow.trajectory is None
     GATE.set()
     assert (await leased(stage)).trajectories[0].reward == 0.375
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-tidegate-session": "c1"}])
+async def test_a_call_while_its_conversation_is_scored_begins_a_new_one(
+    stage: Stage, user: AsyncOpenAI, key: str, headers: dict[str, str]
+) -> None:
+    messages: list[Any] = []
+    reply = await say(user, messages, "wait", extra_headers=headers)
+    [scored] = sessions(stage)
+    await eventually(lambda: scored.ending is not None)
+    assert (await feedback(stage, key, reply.id, "up"))[0] == 410
+    await say(user, messages, "more", extra_headers=headers)
+    GATE.set()
+    trajectory = (await leased(stage)).trajectories[0]
+    assert (trajectory.session_id, trajectory.reward) == (scored.id, 0.375), "without the late feedback"
+    await say(user, messages, "and more", extra_headers=headers)
+    [*_, new] = sessions(stage)
+    assert new is not scored
+    assert len(new.tree.nodes) == 2, "the name is that of the new one"
+
+
+async def judged(trajectory: Trajectory) -> float | None:
+    """As a judge that awaits a model's answer."""
+    await asyncio.sleep(0)
+    return {"good": 0.5, "nan": float("nan")}.get(str(trajectory.output))
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"), [("good", {"judged": 0.5, "short": 0.25}), ("none", {"short": 0.25}), ("nan", None)]
+)
+async def test_an_async_function_is_awaited(content: str, parts: dict[str, float] | None) -> None:
+    rewards = ConversationRewards({"short": lambda trajectory: 0.25, "judged": judged})
+    ended = Trajectory("c", "", CONVERSATION, "train", Outcome.COMPLETED, [], output=content)
+    scoring = score(rewards, Task(CONVERSATION, "", []), ended, content, [])
+    if parts is None:
+        with pytest.raises(RewardError, match="judged is nan, not a finite number"):
+            await scoring
+    else:
+        assert (await scoring).parts == parts
 
 
 def test_functions_are_loaded_by_name_and_refused_by_name(tmp_path: Path) -> None:

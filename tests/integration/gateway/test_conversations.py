@@ -19,7 +19,7 @@ from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.clients import conversations, notes
 from tidegate.gateway.http.prometheus import collect
-from tidegate.gateway.project_keys import create_key
+from tidegate.gateway.project_keys import create_key, revoke_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Group, Outcome
 
@@ -155,6 +155,56 @@ async def test_a_retry_of_a_first_call_begins_no_second_conversation(stage: Stag
     assert len(sessions(stage)) == 1
     await say(user, [])
     assert len(sessions(stage)) == 2, "the same words, not marked as a retry"
+
+
+async def test_a_retry_finds_its_conversation_after_another_with_the_same_words_has_ended(
+    stage: Stage, user: AsyncOpenAI, key: str
+) -> None:
+    ended, running = await say(user, []), await say(user, [])
+    await feedback(stage, key, ended.id, "up")
+    await leased(stage)
+    async with asyncio.timeout(10):
+        while (await feedback(stage, key, ended.id, "up"))[0] != 404:  # noqa: ASYNC110 - forgotten
+            await asyncio.sleep(0.01)
+    again = await say(user, [], extra_headers={"x-stainless-retry-count": "1"})
+    assert again.id == running.id
+
+
+async def test_feedback_may_come_before_the_reply_is_complete(
+    stage: Stage, user: AsyncOpenAI, key: str, keys: Path
+) -> None:
+    other = create_key(keys, "other")
+    stage.gateway.keys.reload()
+    stage.engine.stream_delay = asyncio.Event()
+    ask: list[Any] = [{"role": "user", "content": "hello"}]
+    stream = await user.chat.completions.create(model="m", messages=ask, stream=True)
+    reply = await anext(stream)
+    assert (await feedback(stage, other, reply.id, "down"))[0] == 404, "another key's"
+    for more in ({"reply_only": True}, {"comment": "c"}, {"correction": "c"}):
+        status, why = await feedback(stage, key, reply.id, "down", **more)
+        assert (status, "the reply is not complete" in why) == (409, True)
+    assert "group" in await feedback(stage, key, reply.id, "up")
+    stage.engine.stream_delay.set()
+    async for _ in stream:
+        pass
+    trajectory = (await leased(stage)).trajectories[0]
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 1)
+
+
+async def test_a_key_that_is_revoked_ends_what_its_client_may_do_and_keeps_what_it_did(
+    stage: Stage, user: AsyncOpenAI, key: str, keys: Path
+) -> None:
+    messages: list[Any] = []
+    reply = await say(user, messages)
+    await feedback(stage, key, reply.id, "up")
+    revoke_key(keys, "me")
+    stage.gateway.keys.reload()
+    with pytest.raises(APIStatusError) as refused:
+        await say(user, messages, "more")
+    assert refused.value.status_code == 401
+    assert (await feedback(stage, key, reply.id, "down"))[0] == 401
+    trajectory = (await leased(stage)).trajectories[0]
+    assert (trajectory.reward, len(trajectory.turns)) == (1.0, 1)
 
 
 async def test_feedback_is_for_the_conversation_or_one_reply_and_a_name_replaces(

@@ -301,6 +301,22 @@ async def test_an_attempt_gets_its_state_when_a_worker_takes_it(
     await eventually(torn_down(service, session))
 
 
+@pytest.mark.parametrize("how", ["silent", "left"])
+async def test_the_state_of_a_lost_worker_is_released(
+    stage: Stage, service: LocalEnvironments, how: str
+) -> None:
+    access = await stage.client.open_session(task=TASK, deadline_s=20.0, offer_heartbeat_s=0.3)
+    async with Attempts(stage.url) as worker:
+        [attempt] = await worker.next()
+        session = session_of(SessionAccess(attempt["attempt"], attempt["base_url"], attempt["api_key"]))
+        assert (await session.call(call("enter", digit=4)))["content"] == "closed"
+        if how == "left":
+            await worker.leave()
+        await eventually(torn_down(service, session))
+    lost = (await stage.client.result(access.session_id)).outcome
+    assert lost is (Outcome.INFRA_ERROR if how == "silent" else Outcome.CANCELLED)
+
+
 async def test_an_attempt_that_is_given_back_gets_a_new_state(
     stage: Stage, service: LocalEnvironments
 ) -> None:

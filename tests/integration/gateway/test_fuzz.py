@@ -8,9 +8,10 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.fuzzing.drive import CLIENT_STORIES, Plan, drive, told
+from tests.fuzzing.drive import CLIENT_STORIES, WORKER_STORIES, Plan, drive, told
 from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
+from tidegate.gateway.attempts.queue import AttemptQueue
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
@@ -30,6 +31,30 @@ async def test_no_body_makes_the_gateway_fail(tmp_path: Path, template: str) -> 
     seen = await drive(model, Plan(seed=1, template=template, count=8))
     assert seen["200"] > 100
     assert seen["400"] > 50
+
+
+def worker_plan() -> Plan:
+    return Plan(seed=1, template="qwen2", count=1, first=WORKER_STORIES - 1, cases=200)
+
+
+async def test_no_call_of_a_worker_makes_the_gateway_fail(tiny: Path) -> None:
+    seen = await drive(tiny, worker_plan())
+    assert seen["200"] > 40
+    assert seen["400"] > 40
+    assert seen["410"] > 10
+
+
+async def test_an_attempt_that_is_given_twice_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def take(self: AttemptQueue, *arguments: Any, **named: Any) -> Any:
+        given = await original(self, *arguments, **named)
+        for session, _ in given:
+            self.add(session)
+        return given
+
+    original = AttemptQueue.take
+    monkeypatch.setattr(AttemptQueue, "take", take)
+    with pytest.raises(Failure, match="was given twice"):
+        await drive(tiny, worker_plan())
 
 
 @pytest.mark.parametrize("depth", [50, 119, 120, 199, 255, 500, 1000])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from decimal import Decimal
+from functools import partial
 
 import pytest
 
@@ -75,6 +76,45 @@ def test_arguments_are_injected_by_name() -> None:
     assert Reward("r", lambda: True)(GIVEN) == 1.0
     assert Reward("r", lambda output, scale=3: len(output) * scale)(GIVEN) == 3.0
     assert Reward("r", lambda *args, **more: len(args) + len(more))(GIVEN) == 0.0
+
+
+async def _double(output: str, factor: int = 2) -> float:
+    return float(len(output) * factor)
+
+
+class _Judge:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    async def __call__(self, output: str) -> float:
+        return float(len(output) * self.factor)
+
+    @staticmethod
+    async def static(output: str) -> float:
+        return float(len(output))
+
+
+@pytest.mark.parametrize(
+    ("fn", "factor"),
+    [
+        (_double, 2),
+        (_Judge(3), 3),
+        (_Judge.__dict__["static"], 1),  # as in a class body that lists its rewards
+        (partial(_double, factor=4), 4),
+        (partial(_Judge(5)), 5),
+    ],
+    ids=["function", "object", "static method", "partial", "partial of an object"],
+)
+async def test_whatever_is_async_is_awaited(fn, factor) -> None:
+    reward = Reward("r", fn)
+    assert reward.is_async
+    assert (await reward.grade_async(GIVEN)).value == len(GIVEN["output"]) * factor
+
+
+def test_what_is_not_async_is_not_awaited() -> None:
+    assert not any(
+        Reward("r", fn).is_async for fn in (lambda: 1, partial(lambda: 1), staticmethod(lambda: 1))
+    )
 
 
 @pytest.mark.parametrize("fn", [lambda response: 1, lambda output, *, ground_truth: 1])

@@ -100,6 +100,15 @@ def test_the_waits_of_trainer_and_rollout_are_two_bars_in_proportion() -> None:
     assert "5.0 of 2.0 s" in data
 
 
+def test_without_a_limit_only_the_step_is_shown() -> None:
+    board = LiveState(None, 2, 0.0, info=dict(INFO))
+    for step in (1, 2, 3):
+        board.add_step({"step": step, "reward/mean": 0.5}, float(step))
+    line = next(line for line in drawn(board, 100).splitlines() if "step 3" in line)
+    assert "step 3 " in line
+    assert "left" not in line
+
+
 def test_no_bound_and_unknown_numbers() -> None:
     board = LiveState(10, None, 0.0, info=dict(INFO))
     board.add_step({"step": 1, "reward/mean": float("nan"), "staleness/mean": 3.0}, 1.0)

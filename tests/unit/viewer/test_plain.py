@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -64,6 +65,15 @@ def test_the_first_lines_name_the_staleness_bound_and_the_run_directory(
 ) -> None:
     view.started({"name": "demo", "dir": "runs/demo", "agent": "solver"})
     assert lines_of(console)[1].endswith("staleness bound 2; files in runs/demo")
+
+
+def test_without_a_limit_only_the_step_is_printed(console: Console, clock: Clock) -> None:
+    view = PlainView(SafeConsole(console), None, 2, clock)
+    view.started({"name": "online", "dir": "runs/online", "agent": "clients", "steps": None})
+    view.step({"step": 7, "reward/mean": 0.5})
+    lines = lines_of(console)
+    assert "steps" not in lines[0]
+    assert re.search(r"step +7  reward", lines[-1])
 
 
 def test_a_step_has_its_loss(view: PlainView, console: Console) -> None:

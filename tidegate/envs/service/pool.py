@@ -261,7 +261,8 @@ class WorkerPool:
             if worker.responsive:
                 self._retire(worker, why)
                 raise
-            shared = len(worker.episodes) + worker.scoring > 1
+            others = worker.episodes - {arguments["episode"]}
+            shared = bool(others) or worker.scoring > (op == "score")
             await self._kill(worker, f"it does not respond, and {why}")
             if shared:
                 raise WorkerLostError(f"{worker.title} was killed: a call in it hung") from None

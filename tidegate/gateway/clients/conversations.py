@@ -119,7 +119,7 @@ class Conversations:
     def _find(self, client: str, call: ClientCall) -> Conversation | None:
         if call.previous is not None:
             reply = self._by_reply.get((client, call.previous))
-            if reply is None:
+            if reply is None or self._is_over(reply[0]):
                 raise ApiError(
                     f"there is no response {call.previous!r} of this key, or its conversation has ended"[
                         :300
@@ -129,15 +129,21 @@ class Conversations:
                 )
             return reply[0]
         if call.name is not None:
-            return self._by_name.get((client, call.name))
-        if call.retry and (repeated := self._by_digest.get((client, call.digest))) is not None:
+            found = self._by_name.get((client, call.name))
+            return None if found is None or self._is_over(found) else found
+        repeated = self._by_digest.get((client, call.digest)) if call.retry else None
+        if repeated is not None and not self._is_over(repeated):
             return repeated
         return self._extended(client, call.replies)
+
+    def _is_over(self, conversation: Conversation) -> bool:
+        """Return whether it accepts no more calls, though it may still be scored."""
+        return conversation.session.closed is not None or conversation.session.id in self._ending
 
     def _extended(self, client: str, replies: Sequence[bytes]) -> Conversation | None:
         """Return the conversation whose history a call extends, preferably by its newest reply."""
         for reply in replies:
-            having = self._by_history.get((client, reply), [])
+            having = [one for one in self._by_history.get((client, reply), []) if not self._is_over(one)]
             newest = (one for one in having if one.session.tree.nodes[-1].reply_hash == reply)
             if (found := next(newest, having[0] if having else None)) is not None:
                 return found
@@ -227,13 +233,21 @@ class Conversations:
             The name of the conversation's group, by which its end can be read.
 
         Raises:
-            GatewayError: 404 without such a reply or conversation, 410 if it has ended.
+            GatewayError: 404 without such a reply or conversation, 410 if it has ended, 409 if what is given
+                needs a complete reply.
         """
         if name in self._scored_by:
             raise GatewayError(f"{name!r} is the name of a reward function; use another one", status=400)
         self._update()
         reply = self._by_reply.get((client, _reply_id(about)))
         conversation = self._named(client, about)
+        if conversation is None:
+            conversation = self._replying(client, _reply_id(about))
+            if conversation is not None and (turn or comment is not None or correction is not None):
+                why = (
+                    "the reply is not complete: repeat feedback for it alone, comments and corrections later"
+                )
+                raise GatewayError(why, status=409)
         if conversation is None:
             raise GatewayError(
                 f"there is no reply and no conversation {about!r} of this key, or it has ended"[:300],
@@ -286,6 +300,14 @@ class Conversations:
         """Return the conversation with a reply of this id, or with this name."""
         reply = self._by_reply.get((client, _reply_id(about)))
         return reply[0] if reply is not None else self._by_name.get((client, about))
+
+    def _replying(self, client: str, reply_id: str) -> Conversation | None:
+        """Return the conversation with a reply of this id that is still being sampled."""
+        for conversation in self._calling:
+            running = conversation.session.calls.running
+            if conversation.client == client and any(call.id == reply_id for call in running):
+                return conversation
+        return None
 
     # -- endings ---------------------------------------------------------------------------------
 
@@ -349,8 +371,11 @@ class Conversations:
             return  # it was erased meanwhile
         self._calling.discard(conversation)
         for key in conversation.keys:
-            for index in (self._by_name, self._by_reply, self._by_digest):
-                index.pop(key, None)
+            for index in (self._by_name, self._by_digest):
+                if index.get(key) is conversation:  # not one that began since with the same name or words
+                    del index[key]
+            if (reply := self._by_reply.get(key)) is not None and reply[0] is conversation:
+                del self._by_reply[key]
             if having := self._by_history.get(key):
                 having[:] = [one for one in having if one is not conversation]
                 if not having:

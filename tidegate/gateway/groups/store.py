@@ -191,11 +191,13 @@ class GroupStore:
         await self._notify()
         return members
 
-    async def drop(self, group_id: str, epoch: int | None = None) -> list[GatewaySession]:
+    async def drop(
+        self, group_id: str, epoch: int | None = None, why: str | None = None
+    ) -> list[GatewaySession]:
         """End a group for the trainer of that epoch, leased or not; returns its sessions."""
         async with self._changing:
             self._check(epoch)
-            members = await self._end(group_id, "dropped")
+            members = await self._end(group_id, "dropped" if why is None else f"dropped: {why}")
         await self._notify()
         return members
 

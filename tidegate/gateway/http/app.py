@@ -236,7 +236,8 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
 
     @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
     async def drop(group_id: str, body: schemas.Drop | None = None) -> Response:
-        recorded = await gateway.drop(group_id, None if body is None else body.trainer_epoch)
+        body = body or schemas.Drop()
+        recorded = await gateway.drop(group_id, body.trainer_epoch, body.why)
         return openapi.Msgpack(to_wire({"trajectories": recorded}))
 
 

@@ -136,6 +136,7 @@ class Seal(Body):
 
 class Drop(Body):
     trainer_epoch: Epoch | None = None
+    why: str | None = None
 
 
 class Lease(Body):

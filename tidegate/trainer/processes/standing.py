@@ -27,6 +27,7 @@ from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.trainer.publish.first_version import set_first_version
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -124,7 +125,7 @@ class StandingService:
         """Returns the newest published weights, with which engines start, and their version."""
         published = [path for path in (self._dir / "weights").glob("v*") if path.name[1:].isdigit()]
         if not published:
-            return self.settings.model.path.absolute(), 0
+            return self.settings.model.path.absolute(), set_first_version(self._dir)
         newest = max(published, key=lambda path: int(path.name[1:]))
         return newest, int(newest.name[1:])
 

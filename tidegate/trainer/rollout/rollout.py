@@ -28,6 +28,7 @@ from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 MAX_QUARANTINED_IN_A_ROW = 10_000
+RUN_ENDED = "the run ended before a batch had the group"
 """Number of quarantined tasks in a row after which all tasks are assumed to be quarantined."""
 
 
@@ -215,13 +216,15 @@ class Rollout:
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
 
-    async def _drop(self, group_id: str, state: State, group: GroupState | None = None) -> None:
+    async def _drop(
+        self, group_id: str, state: State, group: GroupState | None = None, why: str | None = None
+    ) -> None:
         """Drop a group that ended in `state` from the gateway, which aborts its generations.
 
         Its episodes are saved if `group` is given.
         """
         try:
-            dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch)
+            dropped = await self.episodes.gateway.drop_group(group_id, self.episodes.epoch, why)
         except GatewayError as error:
             # The gateway drops the group itself when its sessions expire.
             self.last_failure = f"group {group_id} could not be dropped: {error}"
@@ -262,4 +265,5 @@ class Rollout:
         unfinished = [name for name, group in groups if group.phase is not Phase.UNPUBLISHED]
         for group_id in unfinished:
             self.admission.cancel_group(group_id)
-        await asyncio.gather(*(self._drop(group_id, State.CANCELLED) for group_id in unfinished))
+        drops = [self._drop(group_id, State.CANCELLED, why=RUN_ENDED) for group_id in unfinished]
+        await asyncio.gather(*drops)

@@ -244,7 +244,7 @@ class Gateway:
     async def list_groups(self) -> list[Any]:
         return [SimpleNamespace(id=name, state=state) for name, state in self.rows.items()]
 
-    async def drop_group(self, name: str, epoch: int) -> list[Trajectory]:
+    async def drop_group(self, name: str, epoch: int, why: str) -> list[Trajectory]:
         assert epoch == self.epochs[-1]
         self.dropped.append(name)
         return []

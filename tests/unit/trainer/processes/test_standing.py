@@ -13,6 +13,7 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.processes import standing as standing_module
 from tidegate.trainer.processes.standing import ENDLESS, StandingService
 from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.trainer.start import Start
 from tidegate.viewer.summary import continue_command, next_steps
 
 CLIENT = [
@@ -47,10 +48,23 @@ def test_local_agents_are_refused(tmp_path: Path) -> None:
 
 def test_a_restarted_engine_starts_with_the_newest_published_weights(tmp_path: Path) -> None:
     standing = service(tmp_path)
-    assert standing.newest_weights() == (Path("x").absolute(), 0)
+    assert standing.newest_weights()[0] == Path("x").absolute()
     for name in ("v000009", "v000010", ".v000011.partial", "of-engine"):
         (tmp_path / "run" / "weights" / name).mkdir(parents=True)
     assert standing.newest_weights() == (tmp_path / "run" / "weights" / "v000010", 10)
+
+
+def test_engines_and_trainer_start_with_one_version_of_the_model(tmp_path: Path) -> None:
+    standing = service(tmp_path)
+    standing.engines[0].url, standing.gateway.url = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    weights, version = standing.newest_weights()
+    settings = load_settings(standing.write_trainer_settings())
+    start = Start.of(settings, resume=False)
+    assert (start.weights, start.version) == (weights, version), "what was sampled before it is not stale"
+    assert service(tmp_path).newest_weights() == (weights, version), "also after a restart of the service"
+
+    other = settings.model_copy(update={"run": settings.run.model_copy(update={"name": "other"})})
+    assert Start.of(other, resume=False).version >= version, "no version of another run"
 
 
 @pytest.mark.parametrize(("given", "steps"), [([], ENDLESS), (["--trainer.steps=7"], 7)])
@@ -61,6 +75,7 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
     settings = load_settings(standing.write_trainer_settings())
     assert (settings.gateway.url, settings.engine.urls) == ("http://127.0.0.1:2", ["http://127.0.0.1:1"])
     assert (settings.trainer.steps, settings.trainer.max_staleness) == (steps, 3)
+    assert settings.trainer.step_limit == (None if steps == ENDLESS else steps)
     assert settings.run_dir == tmp_path / "run"
 
 

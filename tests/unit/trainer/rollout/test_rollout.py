@@ -84,7 +84,7 @@ class Script:
         self.sealed[group_id] = sessions
         self.changed.set()
 
-    async def drop_group(self, group_id: str, epoch: int | None) -> list[Trajectory]:
+    async def drop_group(self, group_id: str, epoch: int | None, why: str | None = None) -> list[Trajectory]:
         assert epoch == EPOCH
         self.dropped.append(group_id)
         self.changed.set()
