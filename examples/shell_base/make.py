@@ -24,7 +24,7 @@ from tidegate.envs.shell.tasks import ANSWER, FIRST, SECOND, SUFFIXES, Folder, S
 
 SEED = 17
 BATCH = 32
-STAGES = (("lists", 320), ("calls", 20), ("turns", 100), ("episodes", 160))
+STAGES = (("lists", 320), ("calls", 20), ("turns", 120), ("episodes", 260))
 """Training stages with their steps: copies of lists, first calls alone, beginnings of episodes, episodes."""
 MATRIX_RATE = 0.02  # learning rate of Muon
 OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
