@@ -34,6 +34,11 @@ class LedgerItem:
     version: int | None = None
     oldest: int | None = None
     staleness: int | None = None
+    solved: int | None = None
+    """Solved episodes of its `episodes`; None if the group was not leased."""
+    episodes: int = 0
+    lost: bool = False
+    """It ended after the marker that a later start resumed from."""
     rolled_back: bool = False
     """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
 
@@ -117,6 +122,7 @@ class LedgerState:
         The run's first version, in the first entry, stays valid even without a marker.
         """
         for item in [*self.groups.values(), *self.attempts.values()]:
+            item.lost |= item.ended_at >= position
             item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
         self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
         self.roll_backs = [line for line in self.roll_backs if line["seq"] < position]
@@ -152,10 +158,11 @@ class LedgerState:
 
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
-    item.state, item.ended_at = state, line.get("seq", -1)
+    item.state, item.ended_at, item.lost = state, line.get("seq", -1), False
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.step, item.version = line.get("step"), line.get("version")
     item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
+    item.solved, item.episodes = line.get("solved"), line.get("episodes", 0)
 
 
 def read_ledger_state(ledger: Path) -> LedgerState:
