@@ -18,7 +18,7 @@ from random import Random
 from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.types import Task
 
-TASK_MEMORY = 0.5
+TASK_MEMORY = 0.25
 KIND_MEMORY = 0.9
 """What a record keeps of its earlier episodes at each further group, as the policy improves."""
 SHARPNESS = 2
