@@ -4,7 +4,7 @@ Each pair of runs trains the same model with the same seed, with `trainer.curric
 difficulty, on one of three sets of tasks: `finite`, 500 problems of the demo in epochs; `search`, the finite
 set of the search demo; `endless`, the demo's problems, which are known by their templates only. All other
 settings are those of the demos. Tokens are those of all training episodes that have ended
-(`tokens/sampled_total`). Isotonic regression makes the held-out reward, measured every second step, monotone
+(`tokens/sampled_total`). Isotonic regression makes the held-out reward, measured every fourth step, monotone
 in tokens; the tokens to the target are read from that curve, and summed over the seeds.
 
     python benchmarks/curriculum.py [--json] [--only finite search endless] [--seeds 3] [--keep DIR]
@@ -33,7 +33,7 @@ from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 
-EVERY = 2
+EVERY = 4
 """Steps between evaluations, which are the points of the curve."""
 ARMS = ("uniform", "difficulty")
 DEMOS = {"finite": "calculator", "search": "search", "endless": "calculator"}
@@ -96,7 +96,7 @@ def runs(directory: Path, tasks: str, seeds: int, steps: int | None, target: flo
             for arm in ARMS:
                 overrides = [
                     f"--run.dir={directory}", f"--run.name={tasks}-{arm}-seed{seed}", f"--run.seed={seed}",
-                    f"--trainer.curriculum.name={arm}", f"--eval.every={EVERY}", "--eval.interim_tasks=200",
+                    f"--trainer.curriculum.name={arm}", f"--eval.every={EVERY}", "--eval.interim_tasks=128",
                     *(FINITE if tasks == "finite" else []), *laid,
                     *([f"--trainer.steps={steps}"] if steps else []),
                 ]  # fmt: skip
