@@ -2,8 +2,9 @@
 
 The solve rate of a task has a Beta distribution, from the groups of the task and of all tasks of its kind
 that have ended. From it follows the probability that the rewards of a new group differ, so that it teaches
-something. With the curriculum `difficulty`, a task is issued with the square of this probability, but at
-least with the floor. The sequence of tasks stays that of the environment; some of them are passed over.
+something. With the curriculum `difficulty`, a task for which it is as high as for an unknown one is always
+issued, others less often, but at least with the floor. The sequence of tasks stays that of the environment;
+some of them are passed over.
 
 The decision about an index depends on the ledger and the seed alone, so a resumed run decides as the one that
 was killed.
@@ -22,8 +23,8 @@ TASK_MEMORY = 0.25
 KIND_MEMORY = 0.9
 """What a record keeps of its earlier episodes at each further group, as the policy improves."""
 SHARPNESS = 2
-"""Exponent of the probability that the rewards differ. A task that is half as likely to teach is issued a
-quarter as often."""
+"""A task that is half as likely to teach as an unknown one is issued with the probability 2 to the power of
+minus this."""
 PRIOR_EPISODES = 4.0
 """Number of episodes for which a kind's solve rate counts in the estimate of one of its tasks."""
 
@@ -69,8 +70,9 @@ class TaskPool:
         if self.floor is None:
             return True
         informative = self.informative(task.id, task.kind)
+        unknown = 1.0 - 2.0 / (self.group_size + 1)
         drawn = Random(f"curriculum/{self.seed}/{index}").random()
-        if drawn >= max(self.floor, informative**SHARPNESS):
+        if drawn >= max(self.floor, (informative / unknown) ** SHARPNESS):
             self.skipped += 1
             return False
         self.issued += 1

@@ -93,6 +93,15 @@ def test_a_task_that_is_always_solved_is_issued_as_often_as_the_floor_says() -> 
     )
 
 
+def test_unknown_and_undecided_tasks_are_always_issued() -> None:
+    tasks = pool(floor=0.01)
+    assert all(tasks.accepts(index, task("new")) for index in range(200))
+    tasks.observe("t", "env/k", SIZE // 2, SIZE)
+    assert all(tasks.accepts(index, task("t")) for index in range(200))
+    tasks.observe("t", "env/k", SIZE, SIZE)
+    assert not all(tasks.accepts(index, task("t")) for index in range(200))
+
+
 def test_a_uniform_run_asks_for_no_task_and_passes_none_over() -> None:
     admission = Admission(Rules(1, 2, 2, 0), lambda _: None)
     indices = [admission.next_ticket(lambda index: 1 / 0).index for _ in range(5)]  # type: ignore[arg-type, return-value]
