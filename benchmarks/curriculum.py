@@ -1,13 +1,15 @@
 """Compares the sampled tokens that a run needs to a held-out reward, by the choice of its training tasks.
 
 Each pair of runs trains the same model with the same seed, with `trainer.curriculum.name` = uniform and
-difficulty, on one of three sets of tasks: `finite`, 500 problems of the demo in epochs; `search`, the finite
-set of the search demo; `endless`, the demo's problems, which are known by their templates only. All other
-settings are those of the demos. Tokens are those of all training episodes that have ended
-(`tokens/sampled_total`). Isotonic regression makes the held-out reward, measured every fourth step, monotone
-in tokens; the tokens to the target are read from that curve, and summed over the seeds.
+difficulty, on one of three sets of tasks: `finite`, 500 problems of the demo, with a fifth of its learning
+rate, so that a run takes several epochs; `search`, the finite set of the search demo; `endless`, the demo's
+problems, which are known by their templates only. All other settings are those of the demos. Tokens are those
+of all training episodes that have ended (`tokens/sampled_total`). Isotonic regression makes the held-out
+reward, measured every fourth step, monotone in tokens; the tokens to the target are read from that curve, and
+summed over the seeds.
 
-    python benchmarks/curriculum.py [--json] [--only finite search endless] [--seeds 3] [--keep DIR]
+    python benchmarks/curriculum.py [--json] [--only finite search endless] [--seeds 3] [--learning-rate 1e-4]
+                                    [--keep DIR]
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ EVERY = 4
 """Steps between evaluations, which are the points of the curve."""
 ARMS = ("uniform", "difficulty")
 DEMOS = {"finite": "calculator", "search": "search", "endless": "calculator"}
-FINITE = [f"--env.use={Path(__file__).parent}/arithmetic_500.py:Arithmetic500"]
+FINITE = [
+    f"--env.use={Path(__file__).parent}/arithmetic_500.py:Arithmetic500",
+    "--trainer.steps=120", "--trainer.learning_rate=1e-4",
+]  # fmt: skip
 GOALS = {
     "finite": ("tokens_vs_uniform_finite", 0.7),
     "search": ("tokens_vs_uniform_search", 0.85),
@@ -88,8 +93,10 @@ def ratio(results: Sequence[dict[str, Any]], tasks: str) -> float | None:
     return sums["difficulty"] / sums["uniform"]
 
 
-def runs(directory: Path, tasks: str, seeds: int, steps: int | None, target: float) -> list[dict[str, Any]]:
-    """The pairs of runs on one set of tasks."""
+def runs(
+    directory: Path, tasks: str, seeds: int, changed: Sequence[str], target: float
+) -> list[dict[str, Any]]:
+    """The pairs of runs on one set of tasks, with settings that are changed in all of them."""
     results = []
     with demo(DEMOS[tasks], directory) as (config, laid):
         for seed in range(seeds):
@@ -97,8 +104,7 @@ def runs(directory: Path, tasks: str, seeds: int, steps: int | None, target: flo
                 overrides = [
                     f"--run.dir={directory}", f"--run.name={tasks}-{arm}-seed{seed}", f"--run.seed={seed}",
                     f"--trainer.curriculum.name={arm}", f"--eval.every={EVERY}", "--eval.interim_tasks=128",
-                    *(FINITE if tasks == "finite" else []), *laid,
-                    *([f"--trainer.steps={steps}"] if steps else []),
+                    *(FINITE if tasks == "finite" else []), *laid, *changed,
                 ]  # fmt: skip
                 results.append(measure(load_settings(config, overrides), tasks, target))
     return results
@@ -109,15 +115,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--only", nargs="+", choices=DEMOS, default=list(DEMOS), help="sets of tasks")
     parser.add_argument("--seeds", type=int, default=3, help="number of pairs of runs on each set of tasks")
-    parser.add_argument("--steps", type=int, help="steps per run (the demos')")
+    parser.add_argument("--steps", type=int, help="steps per run")
+    parser.add_argument("--learning-rate", type=float, help="learning rate of all runs")
     parser.add_argument("--target", type=float, default=0.9, help="sampled held-out reward to reach")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-curriculum-"))
+    changed = [
+        f"--trainer.{name}={value}"
+        for name, value in (("steps", arguments.steps), ("learning_rate", arguments.learning_rate))
+        if value is not None
+    ]
     results: list[dict[str, Any]] = []
     try:
         for tasks in arguments.only:
-            results += runs(directory, tasks, arguments.seeds, arguments.steps, arguments.target)
+            results += runs(directory, tasks, arguments.seeds, changed, arguments.target)
     finally:
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -247,7 +247,7 @@ class World:
 
     def _check_pool(self) -> None:
         """Checks that the records of tasks are those that the ledger alone gives."""
-        past, pool = self._past(), TaskPool(None, self.rules.group_size, 0)
+        past, pool = self._past(), TaskPool(1.0, self.rules.group_size, 0)
         pool.restore(past.groups.values())
         assert (self.core.pool.tasks, self.core.pool.kinds) == (pool.tasks, pool.kinds)
         ended = [group for group in past.groups.values() if group.state is State.FILTERED]
@@ -304,7 +304,7 @@ class World:
 
     def task_at(self, index: int) -> Task:
         """The training task at an index; a curriculum has a finite number of them."""
-        number = index if self.rules.floor is None else index % 97
+        number = index if self.rules.floor == 1 else index % 97
         return Task(f"task{number}", "e", [], info={"kind": f"{number % 3}"})
 
     def reward(self, group: str, slot: int) -> float:

@@ -127,7 +127,7 @@ class Admission:
         """
         if self._recycled:
             return self._recycled.popleft()
-        if task_at is not None and self.rules.floor is not None:
+        if task_at is not None and self.rules.floor < 1:
             while not self.pool.accepts(self._cursor, task_at(self._cursor)):
                 self._cursor += 1
         return self._new_ticket()
@@ -480,7 +480,7 @@ class Admission:
         for group in groups:
             if group.state is State.FILTERED:
                 self._count_filtered(group.solved, group.episodes)
-        if self.rules.floor is not None:
+        if self.rules.floor < 1:
             chosen = {group.issued.get("index", -1) for group in groups}
             self._recycled.extend(TaskTicket(index) for index in sorted(chosen) if index >= self._cursor)
             self._cursor = max(self._cursor, 1 + max(chosen, default=-1))

@@ -49,12 +49,12 @@ class TaskPool:
     """The records of tasks and kinds.
 
     Args:
-        floor: Least probability with which a task is issued; None: every task is issued.
+        floor: Least probability with which a task is issued.
         group_size: Number of episodes of a group.
         seed: Seed of the decisions.
     """
 
-    floor: float | None
+    floor: float
     group_size: int
     seed: int
     skipped: int = 0
@@ -67,8 +67,6 @@ class TaskPool:
 
     def accepts(self, index: int, task: Task) -> bool:
         """Decide whether to issue the task at an index, or to pass it over."""
-        if self.floor is None:
-            return True
         informative = self.informative(task.id, task.kind)
         unknown = 1.0 - 2.0 / (self.group_size + 1)
         drawn = Random(f"curriculum/{self.seed}/{index}").random()
@@ -117,7 +115,7 @@ class TaskPool:
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start or resume; none if every task is issued."""
-        if self.floor is None:
+        if self.floor == 1:
             return {}
         return {
             "curriculum/skipped": float(self.skipped),

@@ -26,7 +26,7 @@ from tidegate.types import Group, Outcome, Task
 SIZE = 8
 
 
-def pool(floor: float | None = 0.05, seed: int = 0) -> TaskPool:
+def pool(floor: float = 0.05, seed: int = 0) -> TaskPool:
     return TaskPool(floor, SIZE, seed)
 
 
@@ -137,7 +137,7 @@ def test_settings_reach_the_pool() -> None:
     def rules(*overrides: str) -> Rules:
         return Rules.of(load_settings(None, ["--model.path=m", *overrides]))
 
-    assert rules().floor is None
+    assert rules().floor == 1
     chosen = rules("--trainer.curriculum.name=difficulty", "--trainer.curriculum.floor=0.3", "--run.seed=7")
     assert (chosen.floor, chosen.seed) == (0.3, 7)
 

@@ -185,7 +185,7 @@ def _of_what_was_lost() -> dict[str, float]:
 
 
 def _of_a_curriculum() -> dict[str, float]:
-    pool = TaskPool(1.0, 2, 0)
+    pool = TaskPool(0.5, 2, 0)
     assert pool.accepts(0, Task("t1", "test", []))
     return pool.metrics()
 
