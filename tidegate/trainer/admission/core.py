@@ -77,7 +77,7 @@ class Admission:
         """Since the last step."""
         self.filtered_alike: Counter[str] = Counter()
         """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
-        self.pool = TaskPool(rules.floor, rules.group_size, rules.seed)
+        self.pool = TaskPool(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
         self._record = record
         self._cursor = 0
@@ -358,7 +358,7 @@ class Admission:
 
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record an optimiser step on the batch; its groups make room at the next publish."""
-        self.steps_done = step
+        self.steps_done = self.pool.step = step
         self.filtered_in_a_row = 0
         untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
@@ -526,7 +526,8 @@ class Admission:
             details |= {"solved": group.solved, "episodes": len(group.successful_attempts())}
         self._record(entry("group", "ended", id=group.id, state=state.value, **details))
         if group.solved is not None and group.ticket is not None:
-            self.pool.observe(group.task, group.task_kind, group.solved, len(group.successful_attempts()))
+            episodes = len(group.successful_attempts())
+            self.pool.observe(group.task, group.task_kind, group.solved, episodes, self.steps_done)
 
     def _end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object

@@ -20,8 +20,9 @@ from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.types import Task
 
 TASK_MEMORY = 0.25
-KIND_MEMORY = 0.9
-"""What a record keeps of its earlier episodes at each further group, as the policy improves."""
+"""What a task's record keeps of its earlier episodes at each further group, as the policy improves."""
+KIND_MEMORY = 0.8
+"""What a kind's record keeps of its earlier episodes at each step."""
 SHARPNESS = 2
 """A task that is half as likely to teach as an unknown one is issued with the probability 2 to the power of
 minus this."""
@@ -35,10 +36,13 @@ class SolveRecord:
 
     solved: float = 0.0
     failed: float = 0.0
+    step: int = 0
+    """Steps of the run at the last group."""
 
-    def add(self, solved: int, failed: int, memory: float) -> None:
+    def add(self, solved: int, failed: int, memory: float, step: int) -> None:
         self.solved = memory * self.solved + solved
         self.failed = memory * self.failed + failed
+        self.step = step
 
 
 UNKNOWN = SolveRecord()
@@ -57,6 +61,8 @@ class TaskPool:
     floor: float
     group_size: int
     seed: int
+    step: int = 0
+    """Steps taken so far."""
     skipped: int = 0
     """Tasks that were passed over."""
     issued: int = 0
@@ -96,14 +102,16 @@ class TaskPool:
         Its prior has the mean of the kind's record, which begins as Beta(1, 1).
         """
         own, whole = self.tasks.get(task, UNKNOWN), self.kinds.get(kind, UNKNOWN)
-        known = 2.0 + whole.solved + whole.failed
-        weight = min(PRIOR_EPISODES, known) / known
-        return weight * (1.0 + whole.solved) + own.solved, weight * (1.0 + whole.failed) + own.failed
+        memory = KIND_MEMORY ** (self.step - whole.step)
+        a, b = 1.0 + memory * whole.solved, 1.0 + memory * whole.failed
+        weight = min(PRIOR_EPISODES, a + b) / (a + b)
+        return weight * a + own.solved, weight * b + own.failed
 
-    def observe(self, task: str, kind: str, solved: int, episodes: int) -> None:
-        """Add a group that has ended."""
-        self.tasks.setdefault(task, SolveRecord()).add(solved, episodes - solved, TASK_MEMORY)
-        self.kinds.setdefault(kind, SolveRecord()).add(solved, episodes - solved, KIND_MEMORY)
+    def observe(self, task: str, kind: str, solved: int, episodes: int, step: int) -> None:
+        """Add a group that ended when `step` steps were taken."""
+        own, whole = self.tasks.setdefault(task, SolveRecord()), self.kinds.setdefault(kind, SolveRecord())
+        own.add(solved, episodes - solved, TASK_MEMORY, step)
+        whole.add(solved, episodes - solved, KIND_MEMORY ** (step - whole.step), step)
 
     def restore(self, groups: Iterable[LedgerItem]) -> None:
         """Add the groups of a ledger in the order of their ends, without those that ended in lost steps: they
@@ -111,7 +119,8 @@ class TaskPool:
         for group in sorted(groups, key=lambda group: group.ended_at):
             issued = group.issued
             if group.solved is not None and not group.lost and "index" in issued:
-                self.observe(issued["task"], issued.get("task_kind", ""), group.solved, group.episodes)
+                kind = issued.get("task_kind", "")
+                self.observe(issued["task"], kind, group.solved, group.episodes, group.steps_taken)
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the start or resume; none if every task is issued."""

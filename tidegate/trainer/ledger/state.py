@@ -37,6 +37,8 @@ class LedgerItem:
     solved: int | None = None
     """Solved episodes of its `episodes`; None if the group was not leased."""
     episodes: int = 0
+    steps_taken: int = 0
+    """Steps of the run when it ended, including its own."""
     lost: bool = False
     """It ended after the marker that a later start resumed from."""
     rolled_back: bool = False
@@ -68,6 +70,8 @@ class LedgerState:
     erased: set[str] = field(default_factory=set)
     """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)
+    _steps: int = 0
+    """Steps taken so far."""
 
     @property
     def highest_version(self) -> int:
@@ -95,13 +99,16 @@ class LedgerState:
                     _end(item, State.LIVE, {})
                     item.rolled_back = False
         else:
+            self._steps = line.get("step", self._steps)
             _end(items[line["id"]], State(line["state"]), line)
+            items[line["id"]].steps_taken = self._steps
 
     def _apply_run(self, line: LedgerEntry) -> None:
         self.epoch = max(self.epoch, line.get("epoch") or 0)
         event = line["event"]
         if event == "started":
             self.abandon(line.get("position") or 0)
+            self._steps = line["step"]
         if event == "quarantined":
             self.quarantines[line["task"]] = line
         if event == "lifted":

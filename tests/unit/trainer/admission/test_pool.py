@@ -50,7 +50,7 @@ def test_an_unknown_task_has_a_uniform_solve_rate() -> None:
 def test_the_probability_is_that_of_a_beta_binomial_distribution(groups: list[tuple[int, bool]]) -> None:
     tasks = pool()
     for solved, own in groups:
-        tasks.observe("t" if own else "other", "k", solved, SIZE)
+        tasks.observe("t" if own else "other", "k", solved, SIZE, 0)
     a, b = tasks.estimate("t", "k")
     beta = lambda x, y: math.exp(math.lgamma(x) + math.lgamma(y) - math.lgamma(x + y))  # noqa: E731
     alike = (beta(a + SIZE, b) + beta(a, b + SIZE)) / beta(a, b)
@@ -60,7 +60,7 @@ def test_the_probability_is_that_of_a_beta_binomial_distribution(groups: list[tu
 def test_what_was_always_solved_or_never_teaches_less_than_what_is_undecided() -> None:
     tasks = pool()
     for name, solved in (("easy", SIZE), ("middle", SIZE // 2), ("hard", 0)):
-        tasks.observe(name, name, solved, SIZE)
+        tasks.observe(name, name, solved, SIZE, 0)
     easy, middle, hard = (tasks.informative(name, name) for name in ("easy", "middle", "hard"))
     assert middle > 0.9
     assert easy == pytest.approx(hard)
@@ -70,19 +70,21 @@ def test_what_was_always_solved_or_never_teaches_less_than_what_is_undecided() -
 def test_the_last_group_counts_most_and_the_kind_is_the_prior_of_a_new_task() -> None:
     tasks = pool()
     for solved in (0, 0, SIZE, SIZE):
-        tasks.observe("t", "k", solved, SIZE)
+        tasks.observe("t", "k", solved, SIZE, 0)
     a, b = tasks.estimate("t", "k")
     assert a > 4 * b
     for number in range(20):
-        tasks.observe(f"t{number}", "easy", SIZE, SIZE)
+        tasks.observe(f"t{number}", "easy", SIZE, SIZE, 0)
     assert tasks.informative("new", "easy") < 0.1
+    tasks.step = 40
+    assert tasks.informative("new", "easy") == pytest.approx(tasks.informative("new", "unknown"), abs=0.03)
     assert tasks.informative("new", "unknown") > 0.7
 
 
 def test_a_task_that_is_always_solved_is_issued_as_often_as_the_floor_says() -> None:
     tasks = pool(floor=0.2)
     for _ in range(10):
-        tasks.observe("t", "env/k", SIZE, SIZE)
+        tasks.observe("t", "env/k", SIZE, SIZE, 0)
     issued = sum(tasks.accepts(index, task("t", "k")) for index in range(4000))
     assert issued == pytest.approx(800, abs=110)  # 4.3 standard deviations, and a fixed seed
     expected = tasks.informative("t", "env/k")
@@ -96,9 +98,9 @@ def test_a_task_that_is_always_solved_is_issued_as_often_as_the_floor_says() -> 
 def test_unknown_and_undecided_tasks_are_always_issued() -> None:
     tasks = pool(floor=0.01)
     assert all(tasks.accepts(index, task("new")) for index in range(200))
-    tasks.observe("t", "env/k", SIZE // 2, SIZE)
+    tasks.observe("t", "env/k", SIZE // 2, SIZE, 0)
     assert all(tasks.accepts(index, task("t")) for index in range(200))
-    tasks.observe("t", "env/k", SIZE, SIZE)
+    tasks.observe("t", "env/k", SIZE, SIZE, 0)
     assert not all(tasks.accepts(index, task("t")) for index in range(200))
 
 
