@@ -108,7 +108,7 @@ class LedgerState:
         event = line["event"]
         if event == "started":
             self.abandon(line.get("position") or 0)
-            self._steps = line["step"]
+            self._steps = line.get("step", 0)
         if event == "quarantined":
             self.quarantines[line["task"]] = line
         if event == "lifted":
