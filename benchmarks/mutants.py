@@ -1,8 +1,8 @@
 # ruff: noqa: E501 - one fault per line
 """Mutation test of the admission core: checks that its tests detect each planted fault.
 
-Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `clients.py`, `ledger/state.py`)
-changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
+Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `pool.py`, `clients.py`,
+`ledger/state.py`) changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
 """
@@ -22,13 +22,14 @@ from common import Check, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-CLIENTS = CORE.with_name("clients.py")
+CLIENTS, POOL = CORE.with_name("clients.py"), CORE.with_name("pool.py")
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, POOL, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
     "tests/unit/trainer/admission/test_clients.py",
+    "tests/unit/trainer/admission/test_pool.py",
     "tests/unit/trainer/ledger/test_recovery.py",
     "tests/unit/trainer/ledger/test_versions.py",
 ]
@@ -124,6 +125,14 @@ FAULTS = [
     Fault("groups_start_while_it_goes_live", "        self._publishing = True\n        self._record", "        self._record"),
     Fault("the_gate_stays_shut", "        self._publishing = False\n        self._end_unpublished()", "        self._end_unpublished()"),
     Fault("a_resume_forgets_roll_backs", 'self.abandoned |= set(range(line["to"] + 1, line["version"] + 1))', "pass", RESUME),
+    Fault("a_resume_forgets_what_was_chosen", "            self._recycled.extend(TaskTicket(index) for index in sorted(chosen) if index >= self._cursor)\n", ""),
+    Fault("a_resume_issues_committed_tasks", "for index in sorted(chosen) if index >= self._cursor)", "for index in sorted(chosen))"),
+    Fault("a_resume_chooses_again", "            self._cursor = max(self._cursor, 1 + max(chosen, default=-1))\n", ""),
+    Fault("a_resume_forgets_records", "        self.pool.restore(groups)\n", ""),
+    Fault("records_of_lost_steps_count", " and not group.lost", "", POOL),
+    Fault("records_are_out_of_order", "sorted(groups, key=lambda group: group.ended_at)", "groups", POOL),
+    Fault("uniform_asks_for_tasks", "if task_at is not None and self.rules.floor < 1:", "if task_at is not None:"),
+    Fault("no_floor", "max(self.floor, (informative / unknown) ** SHARPNESS)", "(informative / unknown) ** SHARPNESS", POOL),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
 ]  # fmt: skip
 

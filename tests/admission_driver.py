@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.config import TrainerSettings
+from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
@@ -25,7 +26,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
 SEALED = (Phase.READY, Phase.LEASED, Phase.SELECTED)
 
@@ -244,12 +245,25 @@ class World:
             live = any(place[0] in self.core.groups for place in self.running.values())
             assert live or self.core.outage.may_attempt()
 
+    def _check_pool(self) -> None:
+        """Checks that the records of tasks are those that the ledger alone gives."""
+        past, pool = self._past(), TaskPool(1.0, self.rules.group_size, 0)
+        pool.restore(past.groups.values())
+        assert (self.core.pool.tasks, self.core.pool.kinds) == (pool.tasks, pool.kinds)
+        ended = [group for group in past.groups.values() if group.state is State.FILTERED]
+        alike = {
+            "solved": sum(group.solved == group.episodes for group in ended),
+            "failed": sum(group.solved == 0 for group in ended),
+        }
+        assert self.core.filtered_alike == Counter(alike)
+
     # -------------------------------------------------------------- events
 
     def run(self, events: int) -> None:
         for _ in range(events):
             self.event()
         self.check()
+        self._check_pool()
 
     def event(self) -> None:
         if not self.fuse and self.rng.random() < self.crash_rate:
@@ -279,13 +293,22 @@ class World:
             self.check()
 
     def start(self) -> None:
-        ticket = self.core.next_ticket()
-        group = self.core.start_group(ticket, f"task{ticket.index}")
+        ticket = self.core.next_ticket(self.task_at)
+        task = self.task_at(ticket.index)
+        group = self.core.start_group(ticket, task.id, task.kind)
         if group is None:
             return
         self.oldest[group.id] = self.core.version
         for slot in range(self.rules.group_size):
             self.attempt(group.id, slot)
+
+    def task_at(self, index: int) -> Task:
+        """The training task at an index; a curriculum has a finite number of them."""
+        number = index if self.rules.floor == 1 else index % 97
+        return Task(f"task{number}", "e", [], info={"kind": f"{number % 3}"})
+
+    def reward(self, group: str, slot: int) -> float:
+        return random.Random(f"{group}/{slot}").choice((0.0, 1.0))
 
     def offer(self) -> None:
         """A client offers a group, of any size and age."""
@@ -336,7 +359,9 @@ class World:
     def lease(self, group: str) -> None:
         if group not in self.core.groups:
             return
-        self.core.lease(group, self.oldest[group], self.newest[group])
+        slots = self.core.groups[group].slots
+        solved = sum(self.reward(group, number) for number, slot in enumerate(slots) if slot.done is not None)
+        self.core.lease(group, self.oldest[group], self.newest[group], int(solved))
         if self.rng.random() < self.reject_rate:
             self.core.filter_group(group)
 
@@ -395,11 +420,16 @@ class World:
         phases = {name: group.phase for name, group in self.core.groups.items()}
         self.ready = [name for name, phase in phases.items() if phase is Phase.READY]
         assert set(phases.values()) <= {Phase.READY, Phase.LEASED}
+        self._check_pool()
 
-    def _resume(self, sealed: set[str]) -> None:
+    def _past(self) -> LedgerState:
         past = LedgerState()
         for one in self.book:
             past.apply(one)
+        return past
+
+    def _resume(self, sealed: set[str]) -> None:
+        past = self._past()
         marker = self.marker
         self.lost_versions |= set(self.published[marker.published if marker else 1 :])
         checkpoint = marker.checkpoint() if marker else None
@@ -413,7 +443,10 @@ class World:
         self.parts.clear()
         # Opening writes entries, which are checked against this version.
         self.core.version = start.version
-        self.core = restore_admission(start, self.enter, self.rules, kept, sealed).admission
+        resumed = restore_admission(start, self.enter, self.rules, kept, sealed)
+        self.core = resumed.admission
+        for group in resumed.leased:
+            assert self.core.groups[group.id].solved == group.solved()
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the trajectory file holds it."""
@@ -423,10 +456,13 @@ class World:
         spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
         ids = np.zeros(2, np.int32)
         turn = Turn(0, None, ids, ids, np.zeros(2, np.float32), spans, "stop", 1.0)
-        return Group(
-            name, "t", [Trajectory(f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], name, slot)
-                        for slot in slots]
-        )  # fmt: skip
+        members = [
+            Trajectory(f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], name, slot)
+            for slot in slots
+        ]
+        for trajectory in members:
+            trajectory.reward = self.reward(name, trajectory.slot or 0)
+        return Group(name, "t", members)
 
     def _standing(self, past: LedgerState, name: str) -> list[str]:
         members = [one for one in self.states if one.startswith(f"{name}.")]

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
+from tidegate.settings.curriculum import CurriculumSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
@@ -178,6 +179,8 @@ class TrainerSettings(SettingsSection):
     """Tests of versions before they go live."""
     max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Time limit of the wait that `max_stale_share` causes."""
+    curriculum: CurriculumSettings = CurriculumSettings()
+    """Which training tasks are issued."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
     on, except with `baseline` = batch or key, to which such groups contribute."""
@@ -274,6 +277,11 @@ class TrainerSettings(SettingsSection):
         if self.smallest_group > self.group_size:
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
+            )
+        if self.curriculum.name == "difficulty" and self.group_size == 1:
+            raise ValueError(
+                "curriculum.name = 'difficulty' needs groups whose rewards can differ, but group_size is 1: "
+                "raise it to 2 or more, or set curriculum.name to 'uniform'"
             )
         if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
             raise ValueError(
@@ -484,6 +492,11 @@ class Settings(SettingsSection):
             raise ValueError(
                 'agent.source = "client" needs gateway.keys, the file with the keys of its clients: '
                 "tidegate keys create NAME makes one"
+            )
+        if source == "client" and self.trainer.curriculum.name != "uniform":
+            raise ValueError(
+                f'trainer.curriculum.name = "{self.trainer.curriculum.name}" has no effect with '
+                'agent.source = "client": clients choose the tasks'
             )
         if source != "client" and gateway.keys is not None:
             raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')

@@ -84,6 +84,13 @@ class Task:
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further values for rewards, serialisable as JSON. Agents do not see them."""
 
+    @property
+    def kind(self) -> str:
+        """Its environment, and `info["kind"]` or `info["template"]` if that is a text: a part of the
+        environment's tasks that are about equally hard."""
+        named = [self.info.get(key) for key in ("kind", "template")]
+        return "/".join([self.env, *(name for name in named if isinstance(name, str))][:2])
+
     def view(self) -> TaskView:
         """Returns the task without `answer` and `info`."""
         return TaskView(self.id, self.messages)
@@ -332,6 +339,18 @@ class Group:
     def rewards(self) -> list[float]:
         """Returns the rewards in slot order; every trajectory of a sealed group has one."""
         return [float(trajectory.reward or 0.0) for trajectory in self.trajectories]
+
+    def solved(self) -> int:
+        """Returns the number of trajectories that solved the task.
+
+        Their rewards are above the middle between the group's lowest and highest one; if all rewards are
+        equal up to rounding, above 0.
+        """
+        rewards = self.rewards()
+        low, high = min(rewards), max(rewards)
+        alike = high - low <= 1e-9 * max(1.0, abs(low), abs(high))
+        middle = 0.0 if alike else (low + high) / 2
+        return sum(reward > middle for reward in rewards)
 
 
 def _oldest(versions: Iterable[int | None]) -> int | None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.documented import documented, unexplained
 from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
+from tidegate.trainer.ledger.ledger import read_ledger
 
 
 def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
@@ -38,10 +39,18 @@ def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     for child in ("engine", "gateway"):
         assert gone(run.owned(child))
 
-    with training(run_dir, "--trainer.steps=6", "--resume") as run:
+    curriculum = "--trainer.curriculum.name=difficulty"
+    with training(run_dir, "--trainer.steps=6", "--resume", curriculum) as run:
         assert run.wait() == 0, run.output()
     assert "trainer.steps 4 → 6" in " ".join(run.output().split())
     lines = metrics(run_dir)
+    assert 0 < lines[-1]["curriculum/informative"] <= 1
+    assert lines[-1]["curriculum/skipped"] >= 0
+    assert unexplained(lines[-1]) == set()
+    ended = [one for one in read_ledger(run_dir / "ledger.jsonl") if one.get("state") == "filtered"]
+    alike = [one["solved"] in (0, one["episodes"]) for one in ended if one["kind"] == "group"]
+    counted = lines[-1]["groups/filtered_solved"] + lines[-1]["groups/filtered_failed"]
+    assert (all(alike), counted) == (True, lines[-1]["groups/filtered"])
     assert best_of(run_dir)["eval/reward"] == max(lines[-1]["eval/reward"], best["eval/reward"])
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"

@@ -78,6 +78,7 @@ def test_the_context_of_embedded_engines_bounds_no_others() -> None:
 
 
 DECOUPLED = ["--trainer.loss.name", "decoupled_ppo", "--trainer.minibatches", "2"]
+DIFFICULTY = ["--trainer.curriculum.name=difficulty"]
 STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
 
 
@@ -189,6 +190,14 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.baseline", "batch", "--trainer.dynamic_sampling", "true"],
             "dynamic_sampling has no effect with baseline = 'batch'",
         ),
+        ([*MODEL, "--trainer.curriculum.floor=0.2"], 'floor is for name = "difficulty"'),
+        ([*MODEL, "--trainer.curriculum.name=hard"], "trainer.curriculum.name = 'hard': input should be 'un"),
+        ([*MODEL, "--trainer.curriculum=difficulty"], "its settings are trainer.curriculum.name"),
+        (
+            [*MODEL, *DIFFICULTY, "--trainer.group_size=1", "--trainer.baseline=batch"],
+            "needs groups whose rewards can differ, but group_size is 1",
+        ),
+        ([*CLIENT, *DIFFICULTY], 'has no effect with agent.source = "client": clients choose the tasks'),
         ([*MODEL, "--trainer.promotion.share=0.5"], 'share is for mode = "canary"'),
         ([*MODEL, "--trainer.promotion.margin=0.5"], 'margin has no effect with mode = "always"'),
         ([*MODEL, "--trainer.promotion.mode=canary"], 'needs agent.source = "client", not "local"'),
@@ -351,6 +360,9 @@ def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(t
     assert other.engine.max_slots == EngineSettings().max_slots
     again = overlay(plain, ["--trainer.loss.name=gspo", "--trainer.loss.clip_low=0.1"])
     assert again.trainer.loss == GSPOLoss(clip_low=0.1)
+    hard = overlay(plain, ["--trainer.curriculum.name=difficulty", "--trainer.curriculum.floor=0.2"])
+    assert hard.trainer.curriculum.floor == 0.2
+    assert overlay(hard, ["--trainer.curriculum.name=uniform"]) == plain
     same = overlay(plain, ["--trainer.loss.name=dapo"])
     assert same.trainer.loss == plain.trainer.loss
     path.write_text(dump(other))

@@ -105,8 +105,8 @@ def restore_admission(
     admission.group_counts += past.counts(past.groups)
     admission.attempt_counts += past.counts(past.attempts)
     admission.abandoned = past.abandoned
-    if start.checkpoint is not None:
-        admission.restore(_progress(start.checkpoint.state))
+    progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
+    admission.restore(progress, past.groups.values())
     admission.quarantined = set(past.quarantined)
     others = [name for name in live if name not in reinstated and name not in cancelled]
     for name in [*reinstated, *others]:
@@ -122,6 +122,7 @@ def _continued(past: LedgerState, name: str, tokens: Group | None, ready: bool) 
     if tokens is not None and {trajectory.slot for trajectory in tokens.trajectories} == slots:
         group = _state(past, name, Phase.LEASED)
         group.oldest, group.newest = tokens.oldest_version(), tokens.newest_version()
+        group.solved = tokens.solved()
         for trajectory in tokens.trajectories:
             group.slots[trajectory.slot or 0].outcome = trajectory.outcome
         return group
@@ -134,7 +135,8 @@ def _state(past: LedgerState, name: str, phase: Phase) -> GroupState:
     issued, attempts = past.groups[name].issued, past.live_attempts(name)
     slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
     ticket = TaskTicket(issued["index"]) if "index" in issued else None  # None: a client formed it
-    return GroupState(name, issued["task"], ticket, slots, phase, client=issued.get("client"))
+    kind = issued.get("task_kind", "")
+    return GroupState(name, issued["task"], ticket, slots, phase, client=issued.get("client"), task_kind=kind)
 
 
 def _progress(state: Mapping[str, Any]) -> AdmissionProgress:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.local_rewards import LocalRewards
+from tidegate.envs.arithmetic import TEMPLATES
 from tidegate.envs.base import load_environment
 from tidegate.envs.mixture import CYCLE, Mixture
 from tidegate.errors import ConfigError
@@ -46,6 +47,9 @@ def test_shares_come_out_by_weight(parts: list[dict[str, Any]]) -> None:
     tasks = [environment.train_task(index) for index in range(2 * CYCLE)]
     assert Counter(task.env for task in tasks) == {"arithmetic": 1200, "facts": 600, "sums": 200}
     assert all(task.id.startswith(f"{task.env}/") for task in tasks)
+    kinds = {task.kind for task in tasks}
+    assert {"facts", "sums"} < kinds, "a part whose tasks name no kind is one kind"
+    assert sum(kind.startswith("arithmetic/") for kind in kinds) == len(TEMPLATES)
     beginning = Counter(task.env for task in tasks[:100])
     assert all(beginning[name] > 0 for name in ("arithmetic", "facts", "sums")), "not one part after another"
 

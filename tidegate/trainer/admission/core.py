@@ -21,11 +21,12 @@ only reduces waste; the bound does not depend on it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal
 from tidegate.trainer.admission.outage import Outage
+from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import (
     AdmissionProgress,
@@ -36,7 +37,8 @@ from tidegate.trainer.admission.state import (
     TaskTicket,
 )
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
-from tidegate.types import Group, Outcome
+from tidegate.trainer.ledger.state import LedgerItem
+from tidegate.types import Group, Outcome, Task
 
 
 class Admission:
@@ -73,6 +75,9 @@ class Admission:
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         """Since the last step."""
+        self.filtered_alike: Counter[str] = Counter()
+        """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
+        self.pool = TaskPool(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
         self._record = record
         self._cursor = 0
@@ -114,17 +119,24 @@ class Admission:
         to_train = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
         return (self.rules.steps - self.steps_done) * self.rules.groups_per_batch - to_train
 
-    def next_ticket(self) -> TaskTicket:
-        """Return the ticket of the next task: recycled ones first, then new ones."""
+    def next_ticket(self, task_at: Callable[[int], Task] | None = None) -> TaskTicket:
+        """Return the ticket of the next task: recycled ones first, then new ones.
+
+        Args:
+            task_at: Index → training task; None: no task is passed over by the curriculum.
+        """
         if self._recycled:
             return self._recycled.popleft()
+        if task_at is not None and self.rules.floor < 1:
+            while not self.pool.accepts(self._cursor, task_at(self._cursor)):
+                self._cursor += 1
         return self._new_ticket()
 
     def _new_ticket(self) -> TaskTicket:
         self._cursor += 1
         return TaskTicket(self._cursor - 1)
 
-    def start_group(self, ticket: TaskTicket, task: str) -> GroupState | None:
+    def start_group(self, ticket: TaskTicket, task: str, task_kind: str = "") -> GroupState | None:
         """Issue a group. Returns None, and uses up the ticket, if the task is quarantined."""
         if task in self.quarantined:
             return None
@@ -132,14 +144,14 @@ class Admission:
             raise LedgerError(f"cannot start a group for task {task}: {blocked}")
         self._number += 1
         slots = [Slot() for _ in range(self.rules.group_size)]
-        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots)
+        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots, task_kind=task_kind)
         self.groups[group.id] = group
         self._running += len(slots)
         self.group_counts[State.LIVE] += 1
         self._record(
             entry(
                 "group", "issued", id=group.id, task=task, index=ticket.index,
-                version=self.version, replaces=ticket.replaces,
+                version=self.version, replaces=ticket.replaces, task_kind=task_kind,
             )
         )  # fmt: skip
         return group
@@ -245,19 +257,22 @@ class Admission:
 
     # ------------------------------------------------------------------ consuming
 
-    def lease(self, group_id: str, oldest: int | None, newest: int | None = None) -> None:
+    def lease(
+        self, group_id: str, oldest: int | None, newest: int | None = None, solved: int | None = None
+    ) -> None:
         """Mark a group as leased by the trainer.
 
         Args:
             group_id: A ready group.
             oldest: Oldest version among its sampled tokens.
             newest: Newest version among them; None if it equals `oldest`.
+            solved: Number of its solved episodes; None if unknown.
         """
         group = self.groups[group_id]
         if group.phase is not Phase.READY:
             raise LedgerError(f"cannot lease group {group_id}: it is {group.phase}, not ready")
         group.phase = Phase.LEASED
-        group.oldest, group.newest = oldest, newest
+        group.oldest, group.newest, group.solved = oldest, newest, solved
         self._ready_order.append(group_id)
 
     def accept(self, group: Group) -> str | None:
@@ -285,13 +300,19 @@ class Admission:
             self._attempts[attempt] = (group.id, slot)
             self.attempt_counts[State.LIVE] += 1
             self._record(entry("attempt", "issued", id=attempt, group=group.id, slot=slot, number=1))
-        self.lease(group.id, oldest, newest)
+        self.lease(group.id, oldest, newest, group.solved())
         return None
 
     def filter_group(self, group_id: str) -> None:
         """End a group that yields no gradient (equal rewards, or a loss that is not finite)."""
         self.filtered_in_a_row += 1
-        self._end_group(self.groups[group_id], State.FILTERED)
+        group = self.groups[group_id]
+        self._count_filtered(group.solved, len(group.successful_attempts()))
+        self._end_group(group, State.FILTERED)
+
+    def _count_filtered(self, solved: int | None, episodes: int) -> None:
+        self.filtered_alike["solved"] += solved == episodes
+        self.filtered_alike["failed"] += solved == 0
 
     def staleness(self, oldest: int | None) -> int | None:
         """Versions between the trainer and the oldest token; None if unknown."""
@@ -337,7 +358,7 @@ class Admission:
 
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record an optimiser step on the batch; its groups make room at the next publish."""
-        self.steps_done = step
+        self.steps_done = self.pool.step = step
         self.filtered_in_a_row = 0
         untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
@@ -442,12 +463,27 @@ class Admission:
         outstanding = [group.ticket for group in groups if group.phase is not Phase.UNPUBLISHED]
         return AdmissionProgress(self._cursor, [*self._recycled, *filter(None, outstanding)])
 
-    def restore(self, progress: AdmissionProgress) -> None:
-        """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch."""
+    def restore(self, progress: AdmissionProgress, groups: Iterable[LedgerItem] = ()) -> None:
+        """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch.
+
+        Args:
+            progress: The checkpoint's.
+            groups: All groups of the ledger. A curriculum chose the tasks of those that the checkpoint does
+                not know yet: these are issued again, and none that it passed over.
+        """
         self._cursor = progress.cursor
         self._recycled = deque(
             TaskTicket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
+        groups = list(groups)
+        self.pool.restore(groups)
+        for group in groups:
+            if group.state is State.FILTERED:
+                self._count_filtered(group.solved, group.episodes)
+        if self.rules.floor < 1:
+            chosen = {group.issued.get("index", -1) for group in groups}
+            self._recycled.extend(TaskTicket(index) for index in sorted(chosen) if index >= self._cursor)
+            self._cursor = max(self._cursor, 1 + max(chosen, default=-1))
 
     def resume_group(self, group: GroupState) -> None:
         """Resume a group of an earlier epoch: ready, or leased if the trainer has its tokens.
@@ -486,7 +522,12 @@ class Admission:
                 self._end_attempt(slot.running, State.CANCELLED, Outcome.CANCELLED, f"group {state}")
         self.group_counts[State.LIVE] -= 1
         self.group_counts[state] += 1
+        if group.solved is not None:
+            details |= {"solved": group.solved, "episodes": len(group.successful_attempts())}
         self._record(entry("group", "ended", id=group.id, state=state.value, **details))
+        if group.solved is not None and group.ticket is not None:
+            episodes = len(group.successful_attempts())
+            self.pool.observe(group.task, group.task_kind, group.solved, episodes, self.steps_done)
 
     def _end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object

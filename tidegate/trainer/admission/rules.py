@@ -30,6 +30,10 @@ class Rules:
     """Largest share of a batch that the groups of one client may have."""
     steps: int | None = None
     """Steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
+    floor: float = 1.0
+    """Least probability with which a task is issued; 1: the curriculum is uniform."""
+    seed: int = 0
+    """Seed of the curriculum."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
@@ -47,6 +51,8 @@ class Rules:
             max_running=settings.agent.max_concurrency,
             client_share=trainer.max_client_share,
             steps=None if trainer.may_filter else trainer.steps,
+            floor=trainer.curriculum.floor if trainer.curriculum.name == "difficulty" else 1.0,
+            seed=settings.run.seed,
         )
 
     def audited(self) -> dict[str, int | None]:

@@ -183,7 +183,7 @@ class Batcher:
         answer = self.answer(known)
         for trajectory in group.trajectories:
             trajectory.answer = answer
-        admission.lease(group.id, group.oldest_version(), group.newest_version())
+        admission.lease(group.id, group.oldest_version(), group.newest_version(), group.solved())
         return True
 
     async def _drop(self, group_id: str, state: State) -> tuple[Group, State]:

@@ -31,11 +31,12 @@ Kind = Literal["group", "attempt", "run"]
 class LedgerEntry(TypedDict, total=False):
     """One line of `ledger.jsonl`. The ledger adds `seq` and `time`.
 
-    * group issued: `task`, `version`, and `index` (in the training split) and `replaces`; instead of these
-      two, if a client formed the group, `client`, the name of its key, and `episodes`, their number
+    * group issued: `task`, `version`, and `index` (in the training split), `replaces` and `task_kind`;
+      instead of these three, if a client formed the group, `client`, the name of its key, and `episodes`,
+      their number
     * group ended: `state`; if `stepped` also `step`, `version`, `oldest`, `staleness`, and `untrained` if the
       batch had groups in no step that was taken; if `stale` also `version` (against which it was too stale),
-      `oldest`, `newest`, `staleness`
+      `oldest`, `newest`, `staleness`; if it was leased also `solved`, of `episodes` with a reward
     * attempt issued: `group`, `slot`, `number` (1 for the first of a slot)
     * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
@@ -71,6 +72,7 @@ class LedgerEntry(TypedDict, total=False):
     id: str
     state: str
     task: str
+    task_kind: str
     index: int
     version: int
     to: int
@@ -82,6 +84,7 @@ class LedgerEntry(TypedDict, total=False):
     replaces: str | None
     client: str | None
     episodes: int
+    solved: int
     step: int
     oldest: int | None
     newest: int | None

@@ -34,6 +34,13 @@ class LedgerItem:
     version: int | None = None
     oldest: int | None = None
     staleness: int | None = None
+    solved: int | None = None
+    """Solved episodes of its `episodes`; None if the group was not leased."""
+    episodes: int = 0
+    steps_taken: int = 0
+    """Steps of the run when it ended, including its own."""
+    lost: bool = False
+    """It ended after the marker that a later start resumed from."""
     rolled_back: bool = False
     """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
 
@@ -63,6 +70,8 @@ class LedgerState:
     erased: set[str] = field(default_factory=set)
     """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)
+    _steps: int = 0
+    """Steps taken so far."""
 
     @property
     def highest_version(self) -> int:
@@ -90,13 +99,16 @@ class LedgerState:
                     _end(item, State.LIVE, {})
                     item.rolled_back = False
         else:
+            self._steps = line.get("step", self._steps)
             _end(items[line["id"]], State(line["state"]), line)
+            items[line["id"]].steps_taken = self._steps
 
     def _apply_run(self, line: LedgerEntry) -> None:
         self.epoch = max(self.epoch, line.get("epoch") or 0)
         event = line["event"]
         if event == "started":
             self.abandon(line.get("position") or 0)
+            self._steps = line.get("step", 0)
         if event == "quarantined":
             self.quarantines[line["task"]] = line
         if event == "lifted":
@@ -117,6 +129,7 @@ class LedgerState:
         The run's first version, in the first entry, stays valid even without a marker.
         """
         for item in [*self.groups.values(), *self.attempts.values()]:
+            item.lost |= item.ended_at >= position
             item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
         self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
         self.roll_backs = [line for line in self.roll_backs if line["seq"] < position]
@@ -152,10 +165,11 @@ class LedgerState:
 
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
-    item.state, item.ended_at = state, line.get("seq", -1)
+    item.state, item.ended_at, item.lost = state, line.get("seq", -1), False
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.step, item.version = line.get("step"), line.get("version")
     item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
+    item.solved, item.episodes = line.get("solved"), line.get("episodes", 0)
 
 
 def read_ledger_state(ledger: Path) -> LedgerState:

@@ -88,7 +88,7 @@ def _lost(now: dict[str, float], previous: dict[str, float]) -> dict[str, float]
     """Return the number of groups lost since the previous line, by cause."""
     return {
         f"selection/{state}_groups": now[name] - previous.get(name, 0.0)
-        for state in (State.STALE, State.FILTERED, State.FAILED)
+        for state in (State.STALE, State.FILTERED, "filtered_solved", "filtered_failed", State.FAILED)
         if (name := f"groups/{state}") in now
     }
 

@@ -74,7 +74,7 @@ class Rollout:
                 self._wake.clear()
                 self._raise_if_broken()
                 while not self._stopped and self.admission.blocked_by() is None:
-                    self._start(self.admission.next_ticket())
+                    self._start(self.admission.next_ticket(self._task))
                 await self._wake.wait()
         finally:
             await self.stop()
@@ -92,7 +92,7 @@ class Rollout:
 
     def _start(self, ticket: TaskTicket) -> None:
         task = self._task(ticket.index)
-        group = self.admission.start_group(ticket, task.id)
+        group = self.admission.start_group(ticket, task.id, task.kind)
         if group is None:  # quarantined
             self._skipped += 1
             if self._skipped > MAX_QUARANTINED_IN_A_ROW:

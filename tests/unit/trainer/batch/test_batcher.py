@@ -111,12 +111,15 @@ async def test_the_share_of_groups_without_variance_is_recorded_either_way(
 
 
 async def test_groups_that_are_all_solved_and_all_failed_are_two_numbers(tmp_path: Path) -> None:
-    batches, _, _ = gathered([ALIKE, [0.0, 0.0], [0.0, 0.0], APART, APART], dynamic_sampling=True)
+    batches, _, book = gathered([ALIKE, [0.0, 0.0], [0.0, 0.0], APART, APART], dynamic_sampling=True)
     recorder = Recorder(
         MetricsLog(tmp_path), TrajectoryFiles(tmp_path), cast(Observer, None), dict, lambda: 0
     )
     found = recorder.batch_metrics(await batches.next_batch(), 1)
     assert (found["reward/all_solved_ratio"], found["reward/all_failed_ratio"]) == (1 / 5, 2 / 5)
+    assert batches.admission.filtered_alike == {"solved": 1, "failed": 2}
+    ended = [one for one in book if (one["kind"], one["event"]) == ("group", "ended")]
+    assert [(one["solved"], one["episodes"]) for one in ended] == [(2, 2), (0, 2), (0, 2)]
 
 
 async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:

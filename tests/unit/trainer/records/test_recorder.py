@@ -13,6 +13,7 @@ from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
+from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
@@ -148,6 +149,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         *_of_a_step_with_a_reference(tmp_path),
         *_of_an_evaluation(),
         *_of_what_was_lost(),
+        *_of_a_curriculum(),
         *await World(mode="evaluated").promotion.publish(1),
     }
     assert unexplained(made) == set()
@@ -180,6 +182,12 @@ def _of_what_was_lost() -> dict[str, float]:
     tokens.record_wasted(1, State.STALE, 1)
     tokens.record_wasted(1, State.FAILED, 1)
     return {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}
+
+
+def _of_a_curriculum() -> dict[str, float]:
+    pool = TaskPool(0.5, 2, 0)
+    assert pool.accepts(0, Task("t1", "test", []))
+    return pool.metrics()
 
 
 def _of_an_evaluation() -> dict[str, float]:
