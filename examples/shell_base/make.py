@@ -46,7 +46,7 @@ TOOLS = [
         "function": {"name": "bash", "parameters": {"properties": {"command": {"type": "string"}}}},
     }
 ]
-HABIT_SHARE, EARLY_SHARE = 0.46, 0.2
+HABIT_SHARE, EARLY_SHARE = 0.49, 0.22
 """Shares of demonstrations with the kind's usual mistake, and of those that stop before the last command."""
 NOTHING = "(no output)"
 
