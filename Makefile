@@ -44,7 +44,7 @@ format: install  ## let ruff arrange the code
 	$(BIN)/ruff format .
 
 test: install    ## the quick suite (under six minutes on two cores)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal  # many tests wait for processes
 
 test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal

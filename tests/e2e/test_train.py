@@ -15,6 +15,7 @@ from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
 from tidegate.trainer.ledger.ledger import read_ledger
 
 
+@pytest.mark.timeout(300)  # two runs with their processes, and evaluations
 def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
     run_dir = tmp_path / "small"
     with training(run_dir, "--trainer.steps=4", "--eval.every=2") as run:

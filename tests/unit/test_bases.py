@@ -33,6 +33,7 @@ def test_it_is_small_enough_for_a_repository(recipe: ModuleType) -> None:
     assert sum(file.stat().st_size for file in model_of(recipe).iterdir()) <= 4_000_000
 
 
+@pytest.mark.slow
 def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
     recipe.make_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -59,7 +59,8 @@ class Environment(ABC):
     rewards: Sequence[Reward] = ()
     """Reward functions; an episode's reward is their weighted sum."""
     reward_limit_s: float = 0.0
-    """Sum of the rewards' own deadlines for one episode, in seconds; 0: they have none."""
+    """Sum of the rewards' own deadlines for one episode, in seconds; 0: they have none. An environment whose
+    rewards call a judge sets it; `env.reward_timeout_s` must not be less."""
 
     @abstractmethod
     def train_task(self, index: int) -> Task:
@@ -186,7 +187,7 @@ class Environment(ABC):
         }
 
     def turn_rewards(self, task: Task, trajectory: Trajectory) -> Mapping[int, float]:
-        """Returns rewards of single turns by index, in addition to the episode's; none by default.
+        """Returns rewards of single turns by `Turn.index`, in addition to the episode's; none by default.
 
         A turn is credited with its own reward and those of the turns after it.
         """
@@ -201,7 +202,7 @@ class Environment(ABC):
         return None
 
     def rewarders(self) -> Mapping[str, Environment]:
-        """Returns the environments that score tasks, by the tasks' `env`."""
+        """Returns the environments that score tasks, by the tasks' `env`; a mixture returns several."""
         return {self.name: self}
 
 

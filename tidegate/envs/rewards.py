@@ -46,7 +46,7 @@ class Reward:
     """Name of the part in records and metrics (`reward/<name>`)."""
     fn: Callable[..., float | Grade | Awaitable[float | Grade]]
     """A function with parameters from ARGUMENTS that returns a finite number, a bool or a `Grade`. It may be
-    async; another one is called in a thread. It is pure, or depends on the episode's `state` alone."""
+    async; if it is not, it is called in a thread. It is pure, or depends on the episode's `state` alone."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 

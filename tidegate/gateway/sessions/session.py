@@ -192,6 +192,11 @@ class GatewaySession(SessionRequest):
 
 
 def decide(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
+    """Returns the result of a session that was finished.
+
+    A reported failure becomes `infra_error` if an engine had failed or the gateway had lost a reply, and
+    `truncated` if the session had used up a limit.
+    """
     outcome, error = _outcome(session, report.outcome, now)
     return SessionResult(
         outcome, report.error or error, now, report.output, report.reward, report.metrics,

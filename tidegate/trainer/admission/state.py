@@ -21,11 +21,18 @@ class TaskTicket:
 
 
 class Phase(StrEnum):
+    """Where an outstanding group is."""
+
     RUNNING = "running"
+    """Its agents run."""
     READY = "ready"
+    """It is sealed and waits at the gateway."""
     LEASED = "leased"
+    """The trainer holds it."""
     SELECTED = "selected"
+    """It is in the batch of the next step."""
     UNPUBLISHED = "unpublished"
+    """A step was taken on it whose weights are not yet published."""
 
 
 @dataclass(slots=True)
@@ -37,7 +44,9 @@ class Slot:
     infra_failures: int = 0
     """`infra_error` endings outside outages."""
     issued: int = 0
+    """Attempts issued so far."""
     running: str | None = None
+    """The attempt that runs."""
     done: str | None = None
     """The successful attempt."""
     outcome: Outcome | None = None

@@ -69,11 +69,17 @@ class Microbatch:
     row_n: Tensor
     """int64, the row in b that the token belongs to."""
     targets_n: Tensor
+    """int64, the id of the token."""
     logprobs_n: Tensor
+    """float32, log μ: the logprob with which the engine sampled the token."""
     versions_n: Tensor
+    """int64, the policy version that sampled the token."""
     advantages_n: Tensor
+    """float32, the token's advantage."""
     temperatures_n: Tensor
+    """float32, the temperature at which the token was sampled."""
     weights_n: Tensor
+    """float32, the token's factor in the loss; 0: it is not trained on."""
     old_n: Tensor | None = None
     """log π_old, of the policy at the start of the batch; None with one step per batch: π_old is π_θ."""
     reference_n: Tensor | None = None

@@ -29,5 +29,5 @@ def first_version(run_dir: Path) -> int | None:
     """Returns the version in the file; None if the run's engines are not those of a standing service."""
     try:
         return int((run_dir / NAME).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
