@@ -79,7 +79,7 @@ class Microbatch:
     temperatures_n: Tensor
     """float32, the temperature at which the token was sampled."""
     weights_n: Tensor
-    """float32, the token's factor in the loss; 0: it is not trained on."""
+    """float32, the factor of the token's row in the loss."""
     old_n: Tensor | None = None
     """log π_old, of the policy at the start of the batch; None with one step per batch: π_old is π_θ."""
     reference_n: Tensor | None = None
