@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,37 @@ def make(
     tokenizer.save_pretrained(out)
     size = sum(file.stat().st_size for file in out.iterdir())
     print(f"{out}: {size / 1e6:.2f} MB")
+
+
+def muon_and_adamw(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
+    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
+    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+
+
+def halfway(part: float) -> float:
+    """Factor of a learning rate that falls linearly in the second half of the steps."""
+    return max(0.05, 2 * (1 - part))
+
+
+def main(
+    description: str,
+    make_tokenizer: Callable[[], PreTrainedTokenizerFast],
+    make_model: Callable[[PreTrainedTokenizerFast], Qwen3ForCausalLM],
+    train: Callable[[Qwen3ForCausalLM, PreTrainedTokenizerFast, float], None],
+) -> None:
+    """Makes a model as the command line says; `train` has stages, whose steps are scaled."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor for the steps of every stage")
+    arguments = parser.parse_args()
+    tokenizer = make_tokenizer()
+
+    def scaled(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+        train(model, tokenizer, arguments.scale)
+
+    make(arguments.out, tokenizer, make_model(tokenizer), scaled)

@@ -8,13 +8,10 @@ reinforcement learning.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
 from collections.abc import Iterator, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,8 +35,6 @@ COPIES_SHARE = 0.3
 """Share of the examples of the first stage's kind in the later ones, so that copying is not unlearned."""
 SORTED = 4
 """Batches among which conversations are sorted by length, so that there is little padding."""
-MATRIX_RATE = 0.02  # learning rate of Muon
-OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
 VOCABULARY = 1000
 MOST_TURNS = 16
 
@@ -184,36 +179,17 @@ def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[
                 yield recipe.padded(rows[start : start + BATCH], tokenizer.pad_token_id)
 
 
-def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
-    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-
-
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Trains all stages, each for `scale` times its steps."""
     recipe.learn(
         model,
         batches(tokenizer, scale),
-        optimizers(model),
+        recipe.muon_and_adamw(model),
         steps=sum(SORTED * max(1, round(count * scale / SORTED)) for _, count in STAGES),
-        falls=lambda part: max(0.05, 2 * (1 - part)),
+        falls=recipe.halfway,
         say_every=20,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the steps of every stage")
-    arguments = parser.parse_args()
-    tokenizer = make_tokenizer()
-    recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, scale=arguments.scale))
-
-
 if __name__ == "__main__":
-    main()
+    recipe.main(str(__doc__), make_tokenizer, make_model, train)

@@ -8,12 +8,9 @@ reinforcement learning.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,8 +23,6 @@ SEED = 17
 BATCH = 32
 STAGES = (("lists", 320), ("calls", 20), ("turns", 120), ("episodes", 260))
 """Training stages with their steps: copies of lists, first calls alone, beginnings of episodes, episodes."""
-MATRIX_RATE = 0.02  # learning rate of Muon
-OTHER_RATE = 3e-3  # learning rate of AdamW, for embeddings and norms
 VOCABULARY = 1000
 
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -76,9 +71,8 @@ def mistaken(task: ShellTask) -> tuple[Step, ...]:
     first = task.steps[0]
     name, path = task.names[0], task.target
     lines = task.before[path].splitlines()
-    if task.kind == "find":  # what stands in the file, in place of its path
-        line = next(line for line in lines if name in line)
-        return Step(f"grep -rh {name} *", line), Step(f"echo {task.names[1]} > {ANSWER}")
+    if task.kind == "find":  # the name, in place of the file's path
+        return first, Step(f"echo {name} > {ANSWER}")
     if task.kind == "count":  # all lines of the file
         return Step(f"grep -c . {path}", str(len(lines))), Step(f"echo {len(lines)} > {ANSWER}")
     if task.kind == "edit":  # the setting becomes the whole file
@@ -142,36 +136,17 @@ def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[
             yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
-def optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
-    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
-    return [
-        torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=OTHER_RATE, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-
-
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Trains all stages, each for `scale` times its steps."""
     recipe.learn(
         model,
         batches(tokenizer, scale),
-        optimizers(model),
+        recipe.muon_and_adamw(model),
         steps=sum(round(count * scale) for _, count in STAGES),
-        falls=lambda part: max(0.05, 2 * (1 - part)),
+        falls=recipe.halfway,
         say_every=20,
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the steps of every stage")
-    arguments = parser.parse_args()
-    tokenizer = make_tokenizer()
-    recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, scale=arguments.scale))
-
-
 if __name__ == "__main__":
-    main()
+    recipe.main(str(__doc__), make_tokenizer, make_model, train)

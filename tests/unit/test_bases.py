@@ -21,6 +21,8 @@ RECIPES = [
     pytest.param(service_base, id="service_base"),
     pytest.param(shell_base, id="shell_base"),
 ]
+STEPS = {tiny_base: (60, 4), search_base: (0.1, 3), service_base: (0.1, 3), shell_base: (0.1, 2)}
+"""Recipe → its steps, or their scale, for a short training, and the factor by which the loss falls."""
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -51,3 +53,14 @@ def test_it_loads_as_any_other_model(recipe: Any) -> None:
     assert tokenizer.eos_token == "<|im_end|>"
     assert {one.dtype for one in model.parameters()} == {torch.float32}
     assert model.num_parameters() == recipe.make_model(tokenizer).num_parameters() < 1_000_000
+
+
+@pytest.mark.slow
+def test_some_steps_of_the_recipe_bring_the_loss_down(
+    recipe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, factor = STEPS[recipe]
+    tokenizer = AutoTokenizer.from_pretrained(model_of(recipe))
+    recipe.train(recipe.make_model(tokenizer), tokenizer, steps)
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0] / factor

@@ -91,12 +91,3 @@ def test_demonstrations_often_go_too_far_or_stop_early() -> None:
         assert set(depths[name]) == {0, *wrong}
         assert 0.22 < depths[name][0] / 500 < 0.40
     assert depths["mayor_of_city"] == {0: 500}
-
-
-@pytest.mark.slow
-def test_some_steps_of_the_recipe_bring_the_loss_down(
-    tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe.train(recipe.make_model(tokenizer), tokenizer, 0.1)
-    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert losses[-1] < losses[0] / 3

@@ -90,12 +90,3 @@ def test_demonstrations_are_trained_on_where_the_model_speaks(tokenizer: Any) ->
         for one in calls
     ]
     assert said == "".join([*texts, "done<|im_end|>"])
-
-
-@pytest.mark.slow
-def test_some_steps_of_the_recipe_bring_the_loss_down(
-    tokenizer: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe.train(recipe.make_model(tokenizer), tokenizer, 0.1)
-    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
-    assert losses[-1] < losses[0] / 2
