@@ -1,0 +1,313 @@
+"""Settings of the trainer: the section `[trainer]` and its parts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from tidegate.settings.curriculum import CurriculumSettings
+from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
+from tidegate.settings.promotion import PromotionSettings
+from tidegate.settings.sections import SettingsSection
+
+ENDLESS = 10**9
+"""`trainer.steps` of a standing service whose settings give no limit."""
+
+
+def _staleness(value: int | str) -> int | str:
+    if isinstance(value, int) and value < 0:
+        raise ValueError("a staleness bound is a number of versions ≥ 0, or 'none'")
+    return value
+
+
+class LoRASettings(SettingsSection):
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Rank of the LoRA matrices, which are trained instead of the model and published merged. 0: no LoRA, the
+    whole model is trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """LoRA scale: the matrices' output is multiplied by this ÷ `rank`."""
+    targets: list[str] = []
+    """Linear layers with LoRA matrices, by the end of their names, as q_proj. Empty: all but the head."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LoRASettings:
+        if not self.rank and (idle := self.other_than_default("alpha", "targets")):
+            raise ValueError(f"{idle[0]} has no effect without LoRA: set trainer.lora.rank, or remove it")
+        return self
+
+
+class TrainerSettings(SettingsSection):
+    steps: Annotated[int, Field(ge=1)] = 100
+    """Number of steps of the run; each step trains on one batch."""
+    until: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """Held-out reward, sampled as in training, at which the run ends before `steps`. If an evaluation between
+    the first and the last step reaches it, it is repeated on `eval.tasks` tasks, and the run ends if these
+    reach it, too. None: the run takes all steps."""
+    groups_per_batch: Annotated[int, Field(ge=1)] = 16
+    """Groups in one batch."""
+    group_size: Annotated[int, Field(ge=1)] = 8
+    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch or key."""
+    min_group_size: Annotated[int, Field(ge=1)] | None = None
+    """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
+    max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2
+    """Hard bound on the age of trained tokens, in policy versions; `none` switches it off."""
+    on_policy: bool = False
+    """Synchronous training: implies `max_staleness` = 0 and `publish_interval` = 1; other values are
+    refused."""
+    publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
+    """Steps between publishes; the last step is always published. `never` is for benchmarks: the
+    engines keep their initial weights."""
+    publish_transport: Literal["files", "broadcast"] = "files"
+    """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
+    gloo). The files are written in either case, for engines that restart."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """Failures of one slot, other than `infra_error`, before it is given up and its task quarantined."""
+    max_stale_retries: Annotated[int, Field(ge=0)] = 2
+    """Times that a task is issued again after its group became stale, before another task replaces it."""
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    """Learning rate of AdamW after the warm-up. The default suits models of a billion parameters; small ones
+    need more."""
+    schedule: Literal["constant", "linear"] = "constant"
+    """Schedule of the learning rate; `linear` falls to a tenth at the last step."""
+    ess_scaling: bool = False
+    """Multiply the learning rate of each step by √`ess_rows`, the root of the effective sample size of the
+    batch's sequences as a share (docs/losses.md)."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Weight decay of AdamW on matrices."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of a linear warm-up of the learning rate from 0."""
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Norm to which gradients are clipped."""
+    loss: AnyLoss = TruncatedISLoss()
+    """Loss, by its name, with the settings that it has (docs/losses.md)."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Parts of a batch with an equal number of groups. Each is one optimiser step, which requires
+    decoupled_ppo, unless `streaming` is on."""
+    streaming: bool = False
+    """Process each minibatch as soon as its groups are ready, while the others are still sampled; the
+    gradients are summed into one optimiser step per batch."""
+    reference_model: Path | None = None
+    """Frozen model in Hugging Face format; its KL divergence from the policy is measured."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Coefficient of the penalty KL(π_θ‖π_ref)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
+    baseline: Literal["group", "leave_one_out", "batch", "key"] = "group"
+    """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
+    (RLOO), or of the batch (REINFORCE++). key: the running mean of the episodes of its project key, or of its
+    task if the trainer issued it."""
+    max_client_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of a batch that the groups and conversations of one project key may have."""
+    max_stale_share: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """A publish waits while it would make more than this share of the clients' open conversations exceed the
+    staleness bound. None: publishes do not wait."""
+    promotion: PromotionSettings = PromotionSettings()
+    """Tests of versions before they go live."""
+    max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    """Time limit of the wait that `max_stale_share` causes."""
+    curriculum: CurriculumSettings = CurriculumSettings()
+    """Which training tasks are issued."""
+    dynamic_sampling: bool | None = None
+    """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
+    on, except with `baseline` = batch or key, to which such groups contribute."""
+    advantage_scale: Literal["group", "batch", "none"] | None = None
+    """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
+    none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
+    loss (none for dr_grpo, group for the others)."""
+    truncated_episodes: Literal["train", "mask"] = "train"
+    """mask: rewards of truncated episodes count in their group, but the episodes are not trained on (DAPO's
+    overlong filtering)."""
+    length_penalty: tuple[int, int] | None = None
+    """Two numbers of sampled tokens; between them the reward falls by up to 1 (DAPO's overlong penalty)."""
+    microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
+    """Padded tokens of one forward and backward pass."""
+    device: str = "cpu"
+    """Device of the trainer: cpu, cuda, cuda:1."""
+    ranks: Annotated[int, Field(ge=1)] = 1
+    """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of forward and backward passes. Parameters, gradients, AdamW's moments, checkpoints and
+    published weights are always float32."""
+    activation_checkpointing: bool = False
+    """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
+    memory for a third more arithmetic, with identical gradients."""
+    lora: LoRASettings = LoRASettings()
+    threads: Annotated[int, Field(ge=1)] = 1
+    """torch threads of the trainer."""
+    checkpoint_every: Annotated[int, Field(ge=1)] = 25
+    """Steps between checkpoints; one is always written at the end."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Number of checkpoints that are kept; older ones are removed."""
+    outage_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest outage (no engine, no worker, or a service that fails) that a run waits for before it stops; it
+    can be resumed."""
+    watchdog_s: Annotated[float, Field(gt=0)] = 300.0
+    """Time without progress after which the run prints its counts of groups and stops; at least twice
+    `agent.deadline_s` + `env.reward_timeout_s`."""
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """`max_staleness` as a number, None if there is no bound."""
+        return None if self.max_staleness == "none" else int(self.max_staleness)
+
+    @property
+    def scale(self) -> str:
+        """`advantage_scale`, or the default of the baseline or the loss."""
+        by_baseline = {
+            "group": self.loss.advantage_scale, "leave_one_out": "none", "batch": "batch", "key": "batch",
+        }  # fmt: skip
+        return self.advantage_scale or by_baseline[self.baseline]
+
+    @property
+    def step_limit(self) -> int | None:
+        """`steps`; None for a standing service without a limit."""
+        return self.steps if self.steps < ENDLESS else None
+
+    @property
+    def filters_equal_rewards(self) -> bool:
+        """Whether groups whose rewards are all equal are replaced."""
+        return self.dynamic_sampling is not False and self.compares_in_groups
+
+    @property
+    def may_filter(self) -> bool:
+        """Whether a ready group may be replaced because none of it would be trained on."""
+        return self.filters_equal_rewards or self.truncated_episodes == "mask"
+
+    def reached(self, metrics: Mapping[str, Any]) -> bool:
+        """Returns whether the metrics of an evaluation reach `until`; False without an evaluation."""
+        reward = metrics.get("eval/reward")
+        return self.until is not None and reward is not None and reward >= self.until
+
+    def is_publish_step(self, step: int) -> bool:
+        """Returns whether the weights after `step` are published; those of the last step always are."""
+        interval = self.publish_interval
+        return isinstance(interval, int) and (step % interval == 0 or step == self.steps)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Sizes in groups of the parts in which a batch is assembled: one part, or minibatches if
+        streaming."""
+        parts = self.minibatches if self.streaming else 1
+        bounds = [self.groups_per_batch * part // parts for part in range(parts + 1)]
+        return [end - start for start, end in itertools.pairwise(bounds)]
+
+    @property
+    def smallest_group(self) -> int:
+        return self.min_group_size or self.group_size
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        if self.on_policy:
+            self._force("max_staleness", 0)
+            self._force("publish_interval", 1)
+        if self.smallest_group > self.group_size:
+            raise ValueError(
+                f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
+            )
+        if self.curriculum.name == "difficulty" and self.group_size == 1:
+            raise ValueError(
+                "curriculum.name = 'difficulty' needs groups whose rewards can differ, but group_size is 1: "
+                "raise it to 2 or more, or set curriculum.name to 'uniform'"
+            )
+        if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
+            raise ValueError(
+                f"length_penalty = {list(self.length_penalty)}: it must be two increasing numbers ≥ 0"
+            )
+        if self.ranks > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(
+                f"device = {self.device!r} is a single device, but ranks = {self.ranks} need one each: "
+                "set it to 'cuda'"
+            )
+        if not self.kl_coef and self.other_than_default("kl_estimator"):
+            raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")
+        smallest = min(self.part_sizes)
+        if self.max_client_share * smallest < 1:
+            raise ValueError(
+                f"max_client_share = {self.max_client_share:g} admits no group of a client to a batch or "
+                f"minibatch of {smallest}: raise it to at least {math.ceil(1000 / smallest) / 1000:g}"
+            )
+        self._check_baseline()
+        self._check_loss()
+        return self
+
+    @property
+    def compares_in_groups(self) -> bool:
+        """Whether an episode is compared with those of its group alone."""
+        return self.baseline in ("group", "leave_one_out")
+
+    def _check_baseline(self) -> None:
+        """Raises ValueError if the baseline contradicts the groups, their scale or their filter."""
+        if self.smallest_group == 1 and self.compares_in_groups:
+            raise ValueError(
+                f"baseline = {self.baseline!r} has nothing to compare a single episode of a group with: set "
+                "baseline to 'batch' or 'key', or group_size and min_group_size to 2 or more"
+            )
+        if not self.compares_in_groups and self.advantage_scale == "group":
+            raise ValueError(
+                f"advantage_scale = 'group' contradicts baseline = {self.baseline!r}: set it to batch or none"
+            )
+        if not self.compares_in_groups and self.dynamic_sampling:
+            raise ValueError(
+                f"dynamic_sampling has no effect with baseline = {self.baseline!r}: it trains on groups with "
+                "equal rewards as well; remove one of the two"
+            )
+
+    def _force(self, name: str, value: int) -> None:
+        """Sets a value that `on_policy` implies; raises ValueError if the user set another one."""
+        current = getattr(self, name)
+        if name in self.model_fields_set and current != value:
+            raise ValueError(
+                f"trainer.on_policy = true means {name} = {value}, but trainer.{name} = {current!r} is set: "
+                "remove one of the two"
+            )
+        object.__setattr__(self, name, value)
+
+    def _check_loss(self) -> None:
+        """Raises ValueError if settings of the loss contradict each other."""
+        self._check_streaming()
+        if self.minibatches > 1 and not self.loss.several_steps and not self.streaming:
+            raise ValueError(
+                f"minibatches = {self.minibatches} with loss = {self.loss.name!r}: with more than one step "
+                "per batch, π/μ mixes staleness with the updates already taken; use loss = "
+                f"{SEVERAL_STEPS[0]!r}, which recomputes π_old when the batch is assembled"
+            )
+        if self.ess_scaling and self.minibatches > 1 and not self.streaming:
+            raise ValueError(
+                "ess_scaling needs the effective sample size of the whole batch before its first optimiser "
+                f"step: set minibatches to 1, not {self.minibatches}"
+            )
+        if self.minibatches > 1 and self.on_policy and not self.streaming:
+            raise ValueError("on_policy allows one optimiser step per batch; set minibatches to 1")
+        if self.minibatches > self.groups_per_batch:
+            raise ValueError(
+                f"minibatches = {self.minibatches} is more than groups_per_batch = {self.groups_per_batch}; "
+                "groups are not split"
+            )
+        if self.kl_coef and self.reference_model is None:
+            raise ValueError("kl_coef needs trainer.reference_model, the frozen model of the penalty")
+
+    def _check_streaming(self) -> None:
+        """Raises ValueError if streaming contradicts other settings or has no effect."""
+        if not self.streaming:
+            return
+        if self.minibatches == 1:
+            raise ValueError("streaming processes minibatches: set trainer.minibatches to 2 or more")
+        if self.loss.several_steps:
+            raise ValueError(
+                f"streaming sums the gradients of minibatches into one step, but {self.loss.name} is for "
+                f"several steps. For one step per minibatch use smaller batches: groups_per_batch = "
+                f"{max(1, self.groups_per_batch // self.minibatches)}, publish_interval = {self.minibatches}"
+            )
+        if not self.compares_in_groups or self.scale == "batch":
+            name, value = (
+                ("advantage_scale", "batch") if self.compares_in_groups else ("baseline", self.baseline)
+            )
+            raise ValueError(
+                f"{name} = {value!r} needs all rewards of a batch at once, but streaming trains on "
+                "minibatches as they become ready"
+            )
