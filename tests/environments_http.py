@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from tests.environments import LocalEnvironments
+from tests.http_app import served_app
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.types import Message, Scored, Task, Trajectory, fields_of
 
@@ -68,11 +69,6 @@ async def hosted(service: LocalEnvironments, *names: str) -> AsyncIterator[HttpE
 
     app = web.Application()
     app.router.add_post("/{name}", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     infos = {name: info for name in names if (info := service.info(name)) is not None}
-    try:
-        yield HttpEnvironments("http://{}:{}".format(*runner.addresses[0][:2]), infos)
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as url:
+        yield HttpEnvironments(url, infos)

@@ -9,6 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.http_app import served_app
+
 Reply = dict[str, Any]
 """An assistant message, without its role."""
 
@@ -36,12 +38,5 @@ async def scripted_llm(reply: Callable[[dict[str, Any]], Reply]) -> AsyncIterato
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
-        yield f"http://{host}:{port}/v1", requests
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as url:
+        yield f"{url}/v1", requests

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from tests.http_app import served_app
 from tidegate.gateway.environments import client
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import MOST_BROKEN, EnvironmentClient
@@ -24,16 +25,8 @@ async def responding(
     """Serves `handle`; the client repeats a request for WITHIN_S."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    try:
-        async with EnvironmentClient([f"http://{host}:{port}"]) as one:
-            yield one
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as url, EnvironmentClient([url]) as one:
+        yield one
 
 
 async def breaking(request: web.Request, after_s: float) -> web.StreamResponse:

@@ -15,6 +15,7 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from tests.fakes import Fault, Stage, eventually
+from tests.http_app import served_app
 from tests.integration.gateway.chat_calls import ASK
 from tests.integration.gateway.sdk_stage import finished, opened, stage
 from tidegate.gateway.client import SessionAccess
@@ -79,14 +80,8 @@ async def losing(url: str) -> AsyncIterator[str]:
 
     app = web.Application()
     app.router.add_post("/{path:.*}", forward)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with aiohttp.ClientSession() as http:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with served_app(app) as proxy, aiohttp.ClientSession() as http:
+        yield proxy
 
 
 async def by_chat(llm: AsyncOpenAI, claude: AsyncAnthropic) -> str | None:

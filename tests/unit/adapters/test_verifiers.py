@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("verifiers")
 
+from tests.http_app import served_app
 from tests.unit.adapters.scored import PEERS, equal_scores
 from tidegate.agents.base import Result, Session, load_agent
 from tidegate.envs.base import Done, Environment, load_environment
@@ -143,14 +144,8 @@ async def endpoint() -> AsyncIterator[tuple[Completions, Session]]:
 
     app = web.Application()
     app.router.add_post("/v1/chat/completions", complete)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
-    url = f"http://127.0.0.1:{port}/v1"
-    yield script, Session(url, "key", "policy", None, time.monotonic() + 60)
-    await runner.cleanup()
+    async with served_app(app) as url:
+        yield script, Session(f"{url}/v1", "key", "policy", None, time.monotonic() + 60)
 
 
 async def test_the_agent_runs_and_scores_episodes_by_the_librarys_loop(endpoint: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.http_app import served_app
 from tests.rag_stand import FakeIndex, serving
 from tests.scripted_llm import Reply, scripted_llm, tool_call
 from tidegate.agents.base import Session
@@ -61,15 +62,9 @@ async def test_calls_go_where_the_fewest_are_in_flight() -> None:
 
     app = web.Application()
     app.router.add_post("/{name}/chat/completions", complete)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    port = runner.addresses[0][1]
-    refiner = Refiner([f"http://127.0.0.1:{port}/{name}" for name in counts], "m", timeout_s=20)
-    try:
+    async with served_app(app) as url:
+        refiner = Refiner([f"{url}/{name}" for name in counts], "m", timeout_s=20)
         assert await asyncio.gather(*(refine(refiner) for _ in range(6))) == ["short"] * 6
-    finally:
-        await runner.cleanup()
     assert counts == {"a": 2, "b": 2, "c": 2}
     assert all(one["calls"] == 2 and one["in_flight"] == 0 for one in refiner.statistics().values())
 
