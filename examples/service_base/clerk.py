@@ -1,4 +1,4 @@
-"""A scripted agent of the customer-service environment: it follows the policy, or errs on purpose.
+"""A scripted agent of the customer-service environment: it follows the rules, or errs on purpose.
 
 `Clerk().reply(messages)` returns the next assistant message of a conversation, from its messages alone.
 """
@@ -76,7 +76,7 @@ class _Case:
 
 @dataclass(slots=True)
 class Clerk:
-    """Chooses replies by the policy, with mistakes."""
+    """Chooses replies by the rules, with mistakes."""
 
     mistakes: Mistakes = field(default_factory=Mistakes)
     rng: Random = field(default_factory=lambda: Random(0))

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.bases import recipe
 from examples.service_base.clerk import Clerk, Mistakes
 from tidegate.envs.base import Done
-from tidegate.envs.customer_service.customer_service import POLICY, CustomerService
+from tidegate.envs.customer_service.customer_service import RULES, CustomerService
 from tidegate.envs.customer_service.scenario import make_scenario
 from tidegate.envs.names import SYLLABLES
 from tidegate.envs.tools import Tool, ToolError
@@ -30,7 +30,7 @@ SEED = 17
 BATCH = 32
 STAGES = (("copies", 300), ("bare", 260), ("whole", 200))
 """Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
-policy's text, which is the longest message and always the same; whole conversations."""
+rules' text, which is the longest message and always the same; whole conversations."""
 COPIES_SHARE = 0.3
 """Share of the examples of the first stage's kind in the later ones, so that copying is not unlearned."""
 SORTED = 4
@@ -158,7 +158,7 @@ def copies(rng: random.Random) -> list[dict[str, Any]]:
 def example(stage: str, endless: Iterator[list[Any]], rng: random.Random) -> list[Any]:
     """The messages of one example of a stage."""
     copied = stage == "copies" or rng.random() < COPIES_SHARE
-    messages = [{"role": "system", "content": POLICY}, *copies(rng)] if copied else next(endless)
+    messages = [{"role": "system", "content": RULES}, *copies(rng)] if copied else next(endless)
     return messages if stage == "whole" else messages[1:]
 
 

@@ -37,7 +37,7 @@ def first_task(kind: str, forbidden: str | None) -> Task:
     raise AssertionError("there is no such task")
 
 
-async def test_an_agent_that_follows_the_policy_solves_every_task() -> None:
+async def test_an_agent_that_follows_the_rules_solves_every_task() -> None:
     for tasks in (train_tasks(200), *SHOP.eval_sets().values()):
         turns = []
         for task in tasks:
@@ -89,7 +89,7 @@ def test_held_out_tasks_have_other_names_numbers_items_and_pairs() -> None:
     assert 0.55 < reasons[None] / reasons.total() < 0.75
 
 
-async def test_refusing_is_right_only_if_the_policy_forbids_the_wish() -> None:
+async def test_refusing_is_right_only_if_the_rules_forbid_the_wish() -> None:
     strict = Clerk(Mistakes(too_strict=1.0, too_lax=0.0))
     for task in train_tasks(60):
         forbidden = [wish.forbidden is not None for wish in make_scenario(**task.info).wishes]
@@ -97,7 +97,7 @@ async def test_refusing_is_right_only_if_the_policy_forbids_the_wish() -> None:
         assert scored.reward == float(all(forbidden)), messages
     task = first_task("refund", "status")
     scored, _ = await converse(SHOP, task, claiming(Clerk()))
-    assert scored.metrics["right_database"] == scored.metrics["policy_checks"] == 1.0
+    assert scored.metrics["right_database"] == scored.metrics["rule_checks"] == 1.0
     assert scored.reward == 0.0, "the user must be told"
 
 
@@ -111,14 +111,14 @@ def claiming(clerk: Clerk) -> Any:
     return reply
 
 
-async def test_the_checks_of_the_policy_are_demanded() -> None:
+async def test_the_checks_of_the_rules_are_demanded() -> None:
     for kind, forbidden in (("cancel", "status"), ("cancel", "identity"), ("price", "owner")):
         scored, _ = await converse(SHOP, first_task(kind, forbidden), lambda _: says(REFUSAL))
         assert scored.metrics["right_database"] == scored.metrics["user_told"] == 1.0
         assert scored.reward == 0.0, f"refused {forbidden} without a look"
     scored, messages = await converse(SHOP, first_task("refund", None), Clerk(Mistakes(no_look=1.0)).reply)
     assert scored.metrics["right_database"] == 1.0
-    assert scored.reward == scored.metrics["policy_checks"] == 0.0, messages
+    assert scored.reward == scored.metrics["rule_checks"] == 0.0, messages
 
 
 async def test_a_wrong_final_database_is_worth_nothing() -> None:

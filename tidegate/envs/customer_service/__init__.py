@@ -1,1 +1,1 @@
-"""The customer-service environment: a shop's database, its policy, and a simulated user."""
+"""The customer-service environment: a shop's database, its rules, and a simulated user."""

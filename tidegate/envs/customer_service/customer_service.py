@@ -1,6 +1,6 @@
 """The environment `customer_service`: an agent serves a shop's customers, in the manner of τ-bench.
 
-Yao et al. 2024 describe τ-bench: tools that read and change a database, a policy, a simulated user, and a
+Yao et al. 2024 describe τ-bench: tools that read and change a database, rules, a simulated user, and a
 reward for the final state of the database. Here everything is generated.
 """
 
@@ -23,7 +23,7 @@ from tidegate.envs.tools import ToolError, tool
 from tidegate.loading import construct
 from tidegate.types import Message, Task
 
-POLICY = """You are the service desk of a shop. Before anything else, find the customer by name and zip code.
+RULES = """You are the service desk of a shop. Before anything else, find the customer by name and zip code.
 Serve only orders of this customer, and look at an order before you change it or refuse.
 Cancel or readdress pending orders only. Refund or exchange delivered orders only.
 Exchange only for an item in stock. \
@@ -63,7 +63,7 @@ class ServiceEpisode:
 
 
 def resolved(state: ServiceEpisode) -> Grade:
-    """Reward function: 1 if the database is as it should be, and the policy's checks were made.
+    """Reward function: 1 if the database is as it should be, and the checks of the rules were made.
 
     The user must also be told each price that was asked for and may be stated, and that a forbidden wish is
     refused; and the user must have ended the conversation.
@@ -78,7 +78,7 @@ def resolved(state: ServiceEpisode) -> Grade:
     checked = state.searched and not state.blind and state.looked.issuperset(orders)
     metrics = {
         "right_database": float(right),
-        "policy_checks": float(checked),
+        "rule_checks": float(checked),
         "user_told": float(told),
         "conversation_ended": float(state.over),
     }
@@ -89,7 +89,7 @@ class CustomerService(Environment):
     """Conversations with customers of a shop. An agent reads and changes the shop's database with tools.
 
     The customer wishes to cancel, readdress, refund or exchange an order, or asks for its price; a fifth of
-    the customers have two wishes. About a third of the wishes are forbidden by the policy, which is the
+    the customers have two wishes. About a third of the wishes are forbidden by the rules, which are the
     system message. Held-out tasks (the set "") have other names, numbers and items than training; the set
     `combinations` has pairs of wishes that do not occur in training.
 
@@ -125,7 +125,7 @@ class CustomerService(Environment):
     def _task(self, part: ScenarioSet, index: int) -> Task:
         scenario = make_scenario(self._seed, part, index)
         messages = [
-            {"role": "system", "content": POLICY},
+            {"role": "system", "content": RULES},
             {"role": "user", "content": opening(scenario)},
         ]
         place = {"seed": self._seed, "part": part, "index": index}

@@ -28,7 +28,7 @@ class Order:
 class Database:
     """Two databases are equal if their entries are, in any order.
 
-    The changes do not check the policy: that is the agent's task. They raise KeyError for unknown entries.
+    The changes do not check the rules: that is the agent's task. They raise KeyError for unknown entries.
     """
 
     customers: dict[str, Customer]

@@ -31,7 +31,7 @@ ALLOWED_STATUS: dict[Kind, Sequence[Status]] = {
     "exchange": ("delivered",),
     "price": ("pending", "shipped", "delivered"),
 }
-"""Kind of wish → status of orders for which the policy allows it."""
+"""Kind of wish → status of orders for which the rules allow it."""
 OPEN_STATUS: tuple[Status, ...] = ("pending", "shipped", "delivered")
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink", "yellow", "purple")
 THINGS = ("lamp", "desk", "chair", "shelf", "sofa", "rug", "clock", "mirror", "vase", "table", "stool",
@@ -51,7 +51,7 @@ class Wish:
     target: str = ""
     """The new address or the new item."""
     forbidden: Reason | None = None
-    """Why the policy forbids it; None: it is to be granted."""
+    """Why the rules forbid it; None: it is to be granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class UserScenario:
     """Whether the customer insists once when a wish is refused."""
 
     def final_database(self) -> Database:
-        """Returns the database after the changes that the policy allows."""
+        """Returns the database after the changes that the rules allow."""
         database = copy.deepcopy(self.database)
         for wish in self.wishes:
             if wish.forbidden is None:
