@@ -128,6 +128,10 @@ async def test_a_setup_that_ends_as_it_is_cancelled_has_its_state_and_its_teardo
         assert (tmp_path / "gone").read_text() == "3"
 
 
+def size_of(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
 async def test_an_episode_that_ended_before_its_agent_began_begins_again(tmp_path: Path) -> None:
     async with service("Counter") as env:
         await env.setup("a", TASK, 60.0)
@@ -137,12 +141,12 @@ async def test_an_episode_that_ended_before_its_agent_began_begins_again(tmp_pat
         assert (await env.call_tool("a", "add", {"number": 1})).content == "1"
 
         running = asyncio.create_task(env.call_tool("a", "add_later", {"number": 5, "seconds": 0.5}))
-        await asyncio.sleep(0.1)  # it is sent
+        await eventually(lambda: size_of(tmp_path / "gone.begun") == 1)
         assert (await env.score("a", TASK, ended(env="counter", episode="a"))).reward == 6.0, "after the tool"
         assert (await running).content == "6"
         slow = {"number": 10, "seconds": 0.5}
         calls = [asyncio.create_task(env.call_tool("a", "add_later", slow)) for _ in range(3)]
-        await asyncio.sleep(0.1)
+        await eventually(lambda: size_of(tmp_path / "gone.begun") == 2)
         await env.teardown("a")
         assert (tmp_path / "gone").read_text() == "16", "it waits for the call that runs, and for no other"
         results = await asyncio.gather(*calls, return_exceptions=True)
