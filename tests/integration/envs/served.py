@@ -59,8 +59,8 @@ class Counter(Environment):
     @tool
     async def add_later(self, state: dict[str, Any], number: int, seconds: float) -> str:
         """Adds a number after a while; each beginning adds a byte to a file."""
-        with open(f"{state['file']}.begun", "a") as begun:
-            begun.write("x")
+        begun = Path(f"{state['file']}.begun")
+        begun.write_text((begun.read_text() if begun.exists() else "") + "x")
         await asyncio.sleep(seconds)
         state["total"] += number
         return str(state["total"])
