@@ -24,6 +24,11 @@ async def total(state: dict[str, Any], output: str | None) -> float:
     return float(state["total"])
 
 
+def note_beginning(path: str) -> None:
+    with open(path, "a") as file:
+        file.write("x")
+
+
 class Counter(Environment):
     """Counts; its tools and its counterpart fail on request."""
 
@@ -59,8 +64,7 @@ class Counter(Environment):
     @tool
     async def add_later(self, state: dict[str, Any], number: int, seconds: float) -> str:
         """Adds a number after a while; each beginning adds a byte to a file."""
-        begun = Path(f"{state['file']}.begun")
-        begun.write_text((begun.read_text() if begun.exists() else "") + "x")
+        note_beginning(f"{state['file']}.begun")
         await asyncio.sleep(seconds)
         state["total"] += number
         return str(state["total"])
