@@ -50,6 +50,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.weights.cache_argument import cache_argument
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_base" / "model"
 COUNTS = (1, 16, 64, 128)
@@ -143,11 +144,12 @@ def bare_loop(model: Any, asks: Sequence[Ask], cache: str) -> float:
         past: Any = StaticCache(config=model.config, max_cache_len=2 * LENGTH)
     else:
         past = DynamicCache(config=model.config)
-    model(input_ids=ids[:, :-1], past_key_values=past, use_cache=True, logits_to_keep=1)
+    options = {cache_argument(model): past, "use_cache": True, "logits_to_keep": 1}
+    model(input_ids=ids[:, :-1], **options)
     last = ids[:, -1:]
     began = time.perf_counter()
     for _ in range(LENGTH):
-        logits = model(input_ids=last, past_key_values=past, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = model(input_ids=last, **options).logits[:, -1]
         last = torch.multinomial(logits.softmax(-1), 1)
     return time.perf_counter() - began
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from tests import REPO
 from tests.tiny import make_tiny_model
@@ -18,6 +18,7 @@ from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
 from tidegate.plan.memory import FLOAT32, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.lora import Adapter
+from tidegate.weights.cache_argument import cache_argument
 
 EXAMPLES = REPO / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"
@@ -70,7 +71,8 @@ def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
 def test_the_kv_cache_is_what_the_model_fills() -> None:
     shape = read_shape(BASE)
     model = AutoModelForCausalLM.from_pretrained(BASE)
-    cache = model(input_ids=torch.zeros((3, 17), dtype=torch.long), use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.zeros((3, 17), dtype=torch.long), use_cache=True, **{cache_argument(model): cache})
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert shape.kv_bytes(3, 17, "float32") == held == 2 * shape.kv_bytes(3, 17, "bfloat16")
 

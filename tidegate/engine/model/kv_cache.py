@@ -1,4 +1,4 @@
-"""Slot key-value cache: one row per request, passed to an unmodified model as `past_key_values`.
+"""Slot key-value cache: one row per request, passed to an unmodified model.
 
 Each layer holds keys and values [rows, kv_heads, length, head_dim], which grow as needed. A sequence starts
 at the left end of its row, so position p of a sequence is index p of the row.

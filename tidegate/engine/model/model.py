@@ -29,6 +29,7 @@ from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.weights import loading
 from tidegate.errors import StartError
 from tidegate.weights import checksum
+from tidegate.weights.cache_argument import cache_argument
 
 PROBE_LENGTHS = (7, 3, 5)
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -48,9 +49,10 @@ class Model:
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
+        self._arguments: dict[str, Any] = {cache_argument(hf_model): self.cache, "use_cache": True}
         # Models with this parameter can skip the logits of other positions.
-        parameters = inspect.signature(hf_model.forward).parameters
-        self._keep_last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+        if "logits_to_keep" in inspect.signature(hf_model.forward).parameters:
+            self._arguments["logits_to_keep"] = 1
         self._key_numbers = torch.arange(round_up(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
@@ -78,9 +80,7 @@ class Model:
         self.hf_model(
             input_ids=upload(ids, self.device),
             position_ids=self._key_numbers[None, :length].expand(len(sequences), length),
-            past_key_values=self.cache,
-            use_cache=True,
-            **self._keep_last,
+            **self._arguments,
         )
 
     @torch.inference_mode()
@@ -107,9 +107,7 @@ class Model:
             input_ids=ids,
             position_ids=positions,
             attention_mask=torch.where(seen, self._zero, self._masked)[:, None],
-            past_key_values=self.cache,
-            use_cache=True,
-            **self._keep_last,
+            **self._arguments,
         )
         logits: Tensor = output.logits[:, -1]
         return logits

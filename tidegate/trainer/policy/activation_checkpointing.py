@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 
 def checkpoint_layers(layers: Iterable[Any]) -> None:
@@ -28,8 +28,10 @@ def _checkpointed(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any
     """Run a layer's forward under checkpointing. RNG state need not be kept: dropout is off."""
     if not torch.is_grad_enabled():
         return forward(*inputs, **more)
-    if more.get("past_key_values") is not None:
-        more["past_key_values"] = _RecomputeCache(more["past_key_values"])
+    # By type, not by name: the argument's name depends on the version of transformers.
+    more = {
+        name: _RecomputeCache(value) if isinstance(value, Cache) else value for name, value in more.items()
+    }
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
 
 

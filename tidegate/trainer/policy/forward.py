@@ -28,6 +28,7 @@ from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
+from tidegate.weights.cache_argument import cache_argument
 
 LOGITS_AT_ONCE = 2**26
 """Largest number of logits kept for the backward pass. More are computed in pieces and recomputed in the
@@ -121,7 +122,7 @@ class Forward:
             inputs["use_cache"] = False
         else:
             inputs["use_cache"] = True
-            inputs["past_key_values"] = prefix.cache(batch)
+            inputs[cache_argument(self._backbone)] = prefix.cache(batch)
             inputs["attention_mask"] = _mask(batch)
         with self._precision():
             if self._head is None:
@@ -249,7 +250,7 @@ def _keys_and_values(backbone: Any, ids_pt: Tensor) -> list[Tensor]:
     """Compute [keys, values, keys, values, …] by layer, each [p, h, t, d]."""
     cache = DynamicCache()
     positions = torch.arange(ids_pt.shape[1], device=ids_pt.device).expand_as(ids_pt)
-    backbone(input_ids=ids_pt, position_ids=positions, past_key_values=cache, use_cache=True)
+    backbone(input_ids=ids_pt, position_ids=positions, use_cache=True, **{cache_argument(backbone): cache})
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 

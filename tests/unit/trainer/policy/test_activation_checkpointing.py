@@ -73,12 +73,13 @@ def test_less_is_kept(base: Path, prompt: int) -> None:
     assert kept(base, rows, activation_checkpointing=True) < 0.2 * kept(base, rows)
 
 
-def test_a_layer_puts_its_keys_into_a_cache_once() -> None:
+@pytest.mark.parametrize("argument", ["cache", "past_key_values"])
+def test_a_layer_puts_its_keys_into_a_cache_once(argument: str) -> None:
     cache, layer = DynamicCache(), torch.nn.Identity()
     keys = torch.ones(1, 2, 3, 4, requires_grad=True)
-    layer.forward = lambda keys, past_key_values: past_key_values.update(keys, keys, 0)[0].square()
+    layer.forward = lambda keys, **more: more[argument].update(keys, keys, 0)[0].square()
     checkpoint_layers([layer])
-    layer(keys, past_key_values=cache).sum().backward()
+    layer(keys, **{argument: cache}).sum().backward()
     assert cache.get_seq_length() == 3
     assert torch.equal(keys.grad, 2 * keys)
 
