@@ -107,6 +107,7 @@ class Settings(SettingsSection):
         "data": "env.options.path",
         "set": "trainer.<setting>",
         "trainer.kl_coefficient": "trainer.kl_coef",
+        "trainer.max_gate_s": "trainer.gate_timeout_s",
         "trainer.reference": "trainer.reference_model",
     }
 
@@ -122,7 +123,7 @@ class Settings(SettingsSection):
     cluster: ClusterSettings = ClusterSettings()
 
     @property
-    def patience_s(self) -> float:
+    def stall_timeout_s(self) -> float:
         """Time without progress after which the run stops: at least twice the deadlines of an episode."""
         return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + self.env.reward_timeout_s))
 
@@ -210,7 +211,7 @@ class Settings(SettingsSection):
         only_clients = [
             f"{section}.{name}"
             for section, settings, names in (
-                ("trainer", self.trainer, ("max_client_share", "max_stale_share", "max_gate_s")),
+                ("trainer", self.trainer, ("max_client_share", "max_stale_share", "gate_timeout_s")),
                 ("gateway", gateway, ("redact", "reward_range", "conversation_rewards")),
             )
             for name in settings.other_than_default(*names)

@@ -40,8 +40,8 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.agents.attempt_runner import serve
     from tidegate.agents.base import load_agent
-    from tidegate.agents.remote_worker import serve
 
     shield_process()
     secrets = _secrets(arguments)

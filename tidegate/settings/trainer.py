@@ -108,7 +108,7 @@ class TrainerSettings(SettingsSection):
     staleness bound. None: publishes do not wait."""
     promotion: PromotionSettings = PromotionSettings()
     """Tests of versions before they go live."""
-    max_gate_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    gate_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
     """Time limit of the wait that `max_stale_share` causes."""
     curriculum: CurriculumSettings = CurriculumSettings()
     """Which training tasks are issued."""

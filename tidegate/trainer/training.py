@@ -139,7 +139,7 @@ class Training:
         self.engines.set_publisher(self.publisher)
         trainer = settings.trainer
         self.gate = PublishGate(
-            self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.max_gate_s, stop
+            self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.gate_timeout_s, stop
         )
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.loop = Loop(
@@ -155,7 +155,7 @@ class Training:
         await self.publisher.check_samples()
         if self.promotion is not None and self.start.checkpoint is None:
             await self._checkpoint(0)  # to which the first version may be rolled back
-        timeout_s = self.settings.patience_s
+        timeout_s = self.settings.stall_timeout_s
         supervisor.watch(self.engines.watch(), "engines")
         if self.settings.agent.source == "remote":
             set_connected = partial(self._set_serving, missing=NO_WORKER)

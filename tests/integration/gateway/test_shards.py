@@ -30,8 +30,8 @@ from yarl import URL
 
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.agents.attempt_runner import AttemptRunner
 from tidegate.agents.base import FunctionAgent, Session
-from tidegate.agents.remote_worker import RemoteWorker
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
@@ -315,7 +315,7 @@ async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
 
     async with GatewayClient(site.url, site.client.agents_key) as workers:
         stop = asyncio.Event()
-        worker = RemoteWorker(site.url, site.client.agents_key, FunctionAgent(answer), 9, lambda _: None)
+        worker = AttemptRunner(site.url, site.client.agents_key, FunctionAgent(answer), 9, lambda _: None)
         running = asyncio.create_task(worker.run(stop))
         for name in groups("attempts"):
             access = await site.client.open_session(

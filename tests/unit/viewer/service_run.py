@@ -30,7 +30,7 @@ source = "client"
 [trainer]
 steps = 1000000000
 max_stale_share = 0.1
-max_gate_s = 60.0
+gate_timeout_s = 60.0
 [trainer.promotion]
 mode = "canary"
 margin = 0.1

@@ -183,7 +183,7 @@ class EngineMembership:
         """Load the current version, which may change meanwhile, on a new engine; then make it a member."""
         publisher = self._active_publisher
         self._note(f"engine {url} joins")
-        deadline = time.monotonic() + publisher.patience_s
+        deadline = time.monotonic() + publisher.retry_s
         while True:
             try:
                 versions = {await publisher.update(address) for address in control}

@@ -50,7 +50,7 @@ class Publisher:
         quarantine: takes an engine out of service, with a reason; called if other engines could be updated.
         restore: returns an updated engine to service.
         current: directory and number of the newest version, with which restarted engines start.
-        patience_s: how long to retry if no engine can be updated: the time that a restart may take.
+        retry_s: how long to retry if no engine can be updated: the time that a restart may take.
     """
 
     directory: Path
@@ -60,13 +60,13 @@ class Publisher:
     quarantine: Callable[[str, str], Awaitable[None]]
     restore: Callable[[str], Awaitable[None]]
     current: tuple[Path, int]
-    patience_s: float
+    retry_s: float
     sender: WeightBroadcaster | None = None
     """Sends the weights to engines, which load files only if that fails; None: all load files."""
     deliver: Callable[[str, Path], Awaitable[Path]] = _shared_directory
     """Delivers a directory to the engine at a URL; returns its path there. Raises StartError, OSError."""
     in_outage: Callable[[], bool] = lambda: False
-    """Whether to retry beyond `patience_s`: an outage has a limit of its own."""
+    """Whether to retry beyond `retry_s`: an outage has a limit of its own."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     _pending: set[str] = field(default_factory=set)
@@ -215,7 +215,7 @@ class Publisher:
         Returns:
             URLs of the updated engines, and the errors of the others.
         """
-        deadline = time.monotonic() + self.patience_s
+        deadline = time.monotonic() + self.retry_s
         updated = set(sent)
         failed: dict[str, EngineError] = {}
         for attempt in itertools.count(1):
@@ -224,7 +224,7 @@ class Publisher:
             final = {url for url, error in failed.items() if not error.retryable or url in self.unavailable}
             remaining = [url for url in present if url not in final | updated]
             if self.in_outage():
-                deadline = time.monotonic() + self.patience_s
+                deadline = time.monotonic() + self.retry_s
             over = attempt > ATTEMPTS_BESIDE_OTHERS if updated else time.monotonic() >= deadline
             if not remaining or (over and attempt > 1):
                 break

@@ -91,7 +91,7 @@ class ServiceData:
         note = "Seconds that the publish after a step waited for open conversations."
         return {
             "share": trainer.get("max_stale_share"),
-            "limit_s": known(trainer.get("max_gate_s")),
+            "limit_s": known(trainer.get("gate_timeout_s")),
             "publishes": len(waits),
             "waited": sum(value >= 1.0 for value in seconds),
             "mean": float(np.mean(seconds)) if seconds else None,

@@ -249,7 +249,7 @@ async def test_one_that_is_not_up_yet_is_waited_for_and_no_longer_than_the_patie
         await world.until(lambda: "engine new joins" in world.notes)
         world.machines["new"].alive = True
         await world.until(lambda: world.serves("new"))
-        world.publisher.patience_s = 0.0
+        world.publisher.retry_s = 0.0
         world.machines["never"] = Machine("default", alive=False)
         await world.join("never")
         await world.until(lambda: "engine never is rejected: nobody there" in world.notes)

@@ -165,11 +165,11 @@ async def test_the_only_engine_is_waited_for_while_it_is_started_again(
 ) -> None:
     monkeypatch.setattr(publish, "BACKOFF_MAX_S", 0.002)
     stage.urls[:] = [engines[0].url]
-    stage.publisher.patience_s = 60.0
+    stage.publisher.retry_s = 60.0
     engines[0].broken["pause_generation"] = [503] * 30
     await stage.publisher.publish(1)
     assert (engines[0].version, stage.quarantined) == ("1", [])
-    stage.publisher.patience_s = 0.0
+    stage.publisher.retry_s = 0.0
     engines[0].calls.clear()
     engines[0].broken["pause_generation"] = [503] * 30
     with pytest.raises(PublishError, match="503"):

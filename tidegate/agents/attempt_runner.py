@@ -46,7 +46,7 @@ LATE_S, BLOCKED_S = 2.0, 5.0
 GUARD_S = 0.5
 
 
-class RemoteWorker:
+class AttemptRunner:
     """Runs up to `concurrency` attempts of one gateway at a time.
 
     Args:
@@ -287,7 +287,7 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     if owned:
         end_with_parent(lambda: loop.call_soon_threadsafe(stop.set))
-    worker = RemoteWorker(url, key, agent, concurrency, tell, name)
+    worker = AttemptRunner(url, key, agent, concurrency, tell, name)
     if not owned:
         tell(f"{worker.name} takes up to {concurrency} attempts at a time from {url}")
     guarding = asyncio.create_task(worker.guard(), name="guard")

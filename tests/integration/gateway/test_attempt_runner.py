@@ -21,8 +21,8 @@ from tests.gateway_process import running
 from tests.integration.gateway.control_stage import TASK, Sums
 from tests.remote_workers import WORKER_KEY
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.agents.attempt_runner import AttemptRunner
 from tidegate.agents.base import FunctionAgent, Session
-from tidegate.agents.remote_worker import RemoteWorker
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
 from tidegate.types import Outcome, TaskView
@@ -104,7 +104,7 @@ async def test_a_worker_that_ends_before_its_poll_was_answered_gives_the_attempt
 ) -> None:
     taken, held = asyncio.Event(), asyncio.Event()
 
-    class Slow(RemoteWorker):
+    class Slow(AttemptRunner):
         async def _send(self, url: str, key: str, body: dict[str, Any]) -> Any:
             answer = await super()._send(url, key, body)
             if url.endswith("/attempts/next"):
@@ -140,7 +140,7 @@ async def test_an_agent_that_blocks_its_event_loop_delays_no_heartbeat(stage: St
 
     session_id = await offer(stage.client, heartbeat_s=0.3)
     stop = asyncio.Event()
-    running_worker = RemoteWorker(stage.url, WORKER_KEY, FunctionAgent(block), 4, lambda _: None)
+    running_worker = AttemptRunner(stage.url, WORKER_KEY, FunctionAgent(block), 4, lambda _: None)
     task = asyncio.create_task(running_worker.run(stop))
     summary = await stage.client.result(session_id)
     assert (summary.outcome, summary.reward) == (Outcome.COMPLETED, 1.0)
@@ -165,7 +165,7 @@ async def test_a_worker_whose_attempt_was_ended_stops_its_episode_and_pulls_agai
     first = await offer(stage.client, heartbeat_s=0.3)
     stop = asyncio.Event()
     task = asyncio.create_task(
-        RemoteWorker(stage.url, WORKER_KEY, FunctionAgent(hang), 1, told.append).run(stop)
+        AttemptRunner(stage.url, WORKER_KEY, FunctionAgent(hang), 1, told.append).run(stop)
     )
     async with asyncio.timeout(10):
         await started.wait()
@@ -189,7 +189,7 @@ async def test_a_worker_goes_on_after_the_gateway_was_killed(tmp_path: Path) -> 
         await gateway.until_up()
         stop = asyncio.Event()
         task = asyncio.create_task(
-            RemoteWorker(gateway.url, WORKER_KEY, FunctionAgent(answer), 4, told.append).run(stop)
+            AttemptRunner(gateway.url, WORKER_KEY, FunctionAgent(answer), 4, told.append).run(stop)
         )
         await gateway.client.result(await offer(gateway.client))
         gateway.kill()
@@ -206,12 +206,12 @@ async def test_a_refused_worker_raises(stage: Stage) -> None:
         return "3"
 
     with pytest.raises(GatewayError, match="needs the gateway's worker key"):
-        await RemoteWorker(stage.url, "wrong", FunctionAgent(answer), 1, lambda _: None).run(asyncio.Event())
+        await AttemptRunner(stage.url, "wrong", FunctionAgent(answer), 1, lambda _: None).run(asyncio.Event())
 
 
 def test_a_worker_needs_no_torch() -> None:
     code = (
-        "import sys; sys.modules['torch'] = None; import tidegate.cli.worker, tidegate.agents.remote_worker"
+        "import sys; sys.modules['torch'] = None; import tidegate.cli.worker, tidegate.agents.attempt_runner"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
