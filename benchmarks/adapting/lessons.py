@@ -33,6 +33,7 @@ HINTS = (
     " Please resubmit a valid move and remember to follow the game rules to avoid penalties.",
 )  # fmt: skip
 LEARNING_RATE = 2e-3
+LONGER: Mapping[str, Any] = {"trainer": {"steps": 40, "checkpoint_every": 40}, "eval": {"every": 40}}
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ LESSONS: dict[str, Lesson] = {
         often_copied,
         500,
         phrases=("Spell this word backward (example: sun -> nus): ",),
+        settings=LONGER,
     ),
     "textarena": Lesson(
         "textarena:GuessTheNumber-v0",
@@ -92,6 +94,7 @@ LESSONS: dict[str, Lesson] = {
         150,
         turns=6,
         phrases=("Guess a number from 1 to 20.", *HINTS),
+        settings=LONGER,
     ),
     "gymnasium": Lesson(
         "gymnasium:FrozenLake-v1",

@@ -1,6 +1,6 @@
 """Evaluates a model on the shell environment without the gateway: `evaluate MODEL_DIR [--tasks 200]`.
 
-`python -m examples.shell_base.evaluate` runs episodes in batches with plain `generate`, in real sandstates.
+`python -m examples.shell_base.evaluate` runs episodes in batches with plain `generate`, in real sandboxes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidegate.types import Task
 
 MAX_TURNS, MAX_TOKENS = 6, 40
 AT_ONCE = 8
-"""Sandstates that work at the same time."""
+"""Sandboxes that work at the same time."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Makes the shell demo's base model: `python -m examples.shell_base.make --out DIR` (about two minutes).
+"""Makes the shell demo's base model: `python -m examples.shell_base.make --out DIR` (about five minutes).
 
 A Qwen3-shaped model of under a million parameters with its own tokenizer. It is trained on demonstrations of
 an agent with a shell, in generated folders, many of them deliberately wrong. The model therefore knows the
@@ -71,8 +71,8 @@ def mistaken(task: ShellTask) -> tuple[Step, ...]:
     first = task.steps[0]
     name, path = task.names[0], task.target
     lines = task.before[path].splitlines()
-    if task.kind == "find":  # the name, in place of the file's path
-        return first, Step(f"echo {name} > {ANSWER}")
+    if task.kind == "find":  # the content, not the file's path
+        return first, Step(f"cat {path} > {ANSWER}")
     if task.kind == "count":  # all lines of the file
         return Step(f"grep -c . {path}", str(len(lines))), Step(f"echo {len(lines)} > {ANSWER}")
     if task.kind == "edit":  # the setting becomes the whole file
@@ -107,16 +107,17 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
         yield demonstration(draw_task(rng, "train"), rng)
 
 
-def draw_paths(rng: random.Random) -> list[str]:
-    """Ten names or paths, with which the model learns to copy."""
+def draw_list(rng: random.Random) -> list[str]:
+    """Ten names, paths or numbers, with which the model learns to copy."""
     folder = Folder(rng, "train")
-    return [rng.choice((folder.name(), folder.path(rng.choice(SUFFIXES)))) for _ in range(10)]
+    kinds = (folder.name, lambda: folder.path(rng.choice(SUFFIXES)), lambda: str(rng.randint(2, 9)))
+    return [rng.choice(kinds)() for _ in range(10)]
 
 
 def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> list[dict[str, Any]]:
     """The part of an episode that a stage trains on."""
     if stage == "lists":
-        text = " ".join(draw_paths(rng))
+        text = " ".join(draw_list(rng))
         return [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     if stage == "calls":
         return messages[:2]
