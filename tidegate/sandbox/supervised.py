@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import array
 import asyncio
+import compileall
 import errno
+import functools
 import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tidegate.errors import SandboxError
 from tidegate.sandbox.child import MESSAGE_BYTES, SandboxProcess, readable
+from tidegate.sandbox.inside import archive
 from tidegate.sandbox.inside.archive import OverLimit
 from tidegate.sandbox.inside.frames import MAX_HEADER, FrameBuffer, encode_frame
 from tidegate.sandbox.limits import SandboxLimits
@@ -66,6 +70,7 @@ class SupervisedSandbox(Sandbox):
         Raises:
             SandboxError: It does not start.
         """
+        await asyncio.to_thread(_compile_supervisor)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -251,6 +256,13 @@ def supervisor_command(
     }
     start = START.format(code=code)
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, json.dumps(options)]
+
+
+@functools.cache
+def _compile_supervisor() -> None:
+    """Writes the byte code of the supervisor, which would else compile itself in each sandbox; where the
+    folder is read-only it still does."""
+    compileall.compile_dir(Path(archive.__file__).parent, quiet=2)
 
 
 async def _receive_sockets(ours: socket.socket) -> tuple[bytes, list[int]]:

@@ -11,8 +11,11 @@ import io
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
-from typing import IO, BinaryIO
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import IO, BinaryIO
 
 MAX_FILES = 100_000
 """Most files and folders in a snapshot."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 LENGTHS = struct.Struct(">II")
 MAX_HEADER = 1 << 20

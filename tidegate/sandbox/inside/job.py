@@ -7,10 +7,13 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable
-from typing import Any
 
 from tidegate.sandbox.inside.frames import CHUNK
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 NO_COMMAND = 127
 """Exit code of a command that cannot be started, as in a shell."""

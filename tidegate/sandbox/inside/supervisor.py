@@ -19,13 +19,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from tidegate.sandbox.inside import archive
 from tidegate.sandbox.inside.frames import CHUNK, FrameBuffer, encode_frame
 from tidegate.sandbox.inside.job import FLOOD, Job, execute, exit_code, set_limits, start_job
 from tidegate.sandbox.inside.usage import descendants, measure, process_ids, sessions_of
+
+TYPE_CHECKING = False  # as `typing` has it, whose import is a fifth of a sandbox's start
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 CONTROL = 0
 """File descriptor of the socket to the owner."""
