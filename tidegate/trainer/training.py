@@ -386,6 +386,7 @@ class Training:
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
+            **{f"failures/{cause}": float(number) for cause, number in admission.failures.items()},
             "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
             "version": float(admission.version),
