@@ -147,6 +147,8 @@ class World:
         elif one["event"] == "started":
             self.published.append(one["version"])
             self.paused = False
+        elif one["event"] == "lifted":
+            self.quarantined.remove(one["task"])
         elif one["event"] == "quarantined":
             self._check_blame(one)
         elif one["event"] in ("paused", "resumed"):
@@ -163,6 +165,7 @@ class World:
         if "client" in one:
             assert one["id"] in self.offered, f"{one['id']} was accepted twice, or never offered"
             return
+        assert one["task"] not in self.quarantined, f"{one['task']} is quarantined"
         before = self.latest.get(one["index"])
         assert before is None or self.states[before] not in ("live", "stepped"), (
             f"{one['id']} does what {before} did"
@@ -293,6 +296,8 @@ class World:
         if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
             self.core.outage.set_down(None if self.core.outage.down else "no engine")
         self.attempt_waiting()
+        if self.core.quarantined and self.rng.random() < 0.02:
+            assert self.core.lift(self.rng.choice(sorted(self.core.quarantined)))
         if self.rng.random() < self.client_rate and self.core.outstanding() < self.rules.capacity:
             self.offer()
             return

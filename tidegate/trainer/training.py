@@ -37,6 +37,7 @@ from tidegate.trainer.publish.version_requests import clear_request, read_reques
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
+from tidegate.trainer.records.lift_requests import lift_requested
 from tidegate.trainer.records.metrics import MetricsLog, reached, read_metrics
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -166,6 +167,7 @@ class Training:
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
+        supervisor.watch(every(STATE_S, self._lift_requested), "lifts")
 
     async def run(self, supervisor: TaskSupervisor) -> None:
         """Train, then cancel running groups, record the end, and commit."""
@@ -255,6 +257,13 @@ class Training:
         await self._checkpoint(step)
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
+
+    def _lift_requested(self) -> None:
+        """Lift the quarantines that a person requested."""
+        if lifted := lift_requested(self.dir, self.admission.lift):
+            self.observer.note(
+                f"issued again when their turn comes: {len(lifted)} tasks that were quarantined"
+            )
 
     async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
         """Return the policy and its optimiser to a checkpoint, by default to that of the live version."""

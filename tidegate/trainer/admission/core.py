@@ -233,6 +233,14 @@ class Admission:
                 entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
             )
 
+    def lift(self, task: str) -> bool:
+        """Issue a quarantined task again when its turn comes; returns whether it was quarantined."""
+        if task not in self.quarantined:
+            return False
+        self.quarantined.remove(task)
+        self._record(entry("run", "lifted", task=task))
+        return True
+
     def no_progress_reason(self) -> str | None:
         """Reason why training cannot progress any more; None if it can."""
         if self.failed_in_a_row >= max(8, self.rules.capacity):

@@ -108,6 +108,7 @@ class _LedgerCheck:
         self.finished = False
         self.paused = False
         """Whether an outage pauses the run."""
+        self.quarantined: set[str] = set()
         self.last_resumed = -1
         """`seq` of the end of the last outage."""
 
@@ -156,10 +157,16 @@ class _LedgerCheck:
             self.last_resumed = line["seq"] if event == "resumed" else self.last_resumed
         elif event == "quarantined":
             self._check_quarantine(line)
+        elif event == "lifted":
+            if line["task"] not in self.quarantined:
+                self.report(f"the quarantine of task {line['task']} was lifted, and it was not quarantined")
+            self.quarantined.discard(line["task"])
 
     def _check_quarantine(self, line: LedgerEntry) -> None:
         """A task may be quarantined only for failures charged to it."""
-        if self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
+        if line.get("outcome") != "infra_error":
+            self.quarantined.add(line["task"])
+        elif self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
             self.report(
                 f"task {line['task']} was quarantined for an infra_error, which is not a failure of the task"
             )
@@ -200,6 +207,8 @@ class _LedgerCheck:
         items[line["id"]] = _Item(line, self.rules)
         if line["kind"] == "attempt":
             self._issue_attempt(line)
+        elif line["task"] in self.quarantined and "index" in line:
+            self.report(f"group {line['id']} was issued for task {line['task']}, which is quarantined")
         elif (old := line.get("replaces")) is not None:
             self._replace(line["id"], old)
 
