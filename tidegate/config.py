@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
+from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
@@ -20,8 +21,8 @@ from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
 SERVICE_SETTINGS = "service.toml"
 """File in the run directory of a standing service with the service's settings."""
 __all__ = [
-    "ENDLESS", "EngineSettings", "EnvSettings", "GatewaySettings", "LoRASettings", "ModelSettings",
-    "Settings", "TrainerSettings", "load_settings",
+    "ENDLESS", "EngineSettings", "EnvSettings", "EvalSettings", "GatewaySettings", "LoRASettings",
+    "ModelSettings", "Settings", "TrainerSettings", "load_settings",
 ]  # fmt: skip
 
 
@@ -83,19 +84,6 @@ class SamplingSettings(SettingsSection):
     """Temperature in training and in evaluations; the trainer divides logits by the same value."""
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Token limit of one reply."""
-
-
-class EvalSettings(SettingsSection):
-    every: Annotated[int, Field(ge=0)] = 25
-    """Steps between evaluations; 0: only before the first step and after the last."""
-    tasks: Annotated[int, Field(ge=1)] = 200
-    """Tasks of each held-out set in the evaluations before the first step and after the last."""
-    interim_tasks: Annotated[int, Field(ge=1)] = 64
-    """Tasks of each held-out set in the other evaluations."""
-    max_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Episodes of an evaluation that run at the same time."""
-    deadline_s: Annotated[float, Field(gt=0)] = 300.0
-    """Deadline of an evaluation; episodes that have not ended by then count as unfinished."""
 
 
 class Settings(SettingsSection):

@@ -18,7 +18,7 @@ import pytest
 from tests.e2e.runs import ENVIRONMENT, REPO, held, ledger, metrics, training
 from tidegate.trainer.ledger.state import read_ledger_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 JUDGED = """
 import urllib.request
@@ -98,7 +98,7 @@ def test_a_judge_that_is_down_quarantines_no_task_and_a_person_lifts_quarantines
         run.until(lambda: bool(events(run_dir, "paused")))
         run.kill()
     before = read_ledger_state(run_dir / "ledger.jsonl")
-    steps = metrics(run_dir)[-1]["step"] + 3
+    steps = metrics(run_dir)[-1]["step"] + 2
     with training(run_dir, f"--trainer.steps={steps}", *arguments, "--resume") as run:
         run.until(lambda: len(events(run_dir, "paused")) >= 2)
         lifted = tasks(run_dir, "--quarantined", "--json")[0]["task"]

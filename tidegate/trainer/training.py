@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -302,7 +303,7 @@ class Training:
 
     async def _initial_evaluation(self) -> None:
         """Evaluate before the first step, unless an earlier start of the run did."""
-        if self._by_clients:
+        if self._by_clients or not self.settings.eval.first:
             return
         recorded = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
         if recorded is not None:
@@ -325,22 +326,20 @@ class Training:
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         """Run the evaluation that is due at `step`, if any. No publish happens during it."""
-        settings = self.settings.eval
         if self._by_clients:
             return {}
-        if step == self.settings.trainer.steps:
+        due: Coroutine[Any, Any, Evaluation | None] = self.evaluator.interim(step)
+        if step == self.settings.trainer.steps and self.settings.eval.last:
+            due.close()
             await self.rollout.stop()
             due = self.evaluator.full(step)
-        elif settings.every and step % settings.every == 0:
-            due = self.evaluator.interim(step)
-        else:
-            return {}
         evaluation = await unless_stopped(self.stop, due)
         if evaluation is None:
             return {}
         self._note_failures(evaluation)
         await self._keep_best(step, evaluation.metrics)
-        self.result.final_eval = evaluation.metrics
+        main = "eval/reward" in evaluation.metrics
+        self.result.final_eval = evaluation.metrics if main else self.result.final_eval | evaluation.metrics
         return evaluation.metrics
 
     async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:

@@ -1,8 +1,8 @@
 """Evaluation: runs the agent on held-out tasks through the same gateway.
 
 `eval/reward` is the mean reward with training sampling, `eval/reward_greedy` that at temperature 0, and
-`eval/reward_<set>` that of a further held-out set. Failed episodes are excluded from means and counted in
-`eval/failed`.
+`eval/reward_<set>` that of a further held-out set. A suite (`eval.suites`) has `eval/<suite>/reward`. Failed
+episodes are excluded from means and counted in `eval/failed` and `eval/<suite>/failed`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
+from tidegate.settings.evaluation import EvalSettings, EvalSuite
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
@@ -28,8 +29,12 @@ from tidegate.types import Outcome, Sampling, Task, Trajectory
 GREEDY = 0.0
 GREEDY_SET = "greedy"
 """Reserved: the name of no held-out set."""
+SUITE = "suite/"
+"""Before the name of a suite, where the name of an evaluation set is expected."""
+Plan = list[tuple[str, str, list[Task]]]
+"""Parts of an evaluation: evaluation set, mode (`sampled` or `greedy`), tasks."""
 Episode = tuple[str, str, Trajectory]
-"""Evaluation set, mode (`sampled` or `greedy`), trajectory."""
+"""Evaluation set, mode, trajectory."""
 
 
 @dataclass(slots=True)
@@ -65,19 +70,39 @@ class Evaluator:
                 "has the main set at temperature 0: give it another name in eval_sets()"
             )
 
+        check_suites(self.settings.eval, self.sets)
+
     async def full(self, step: int) -> Evaluation:
-        """Evaluate every held-out set sampled, and the main one also greedily."""
+        """Evaluate every held-out set sampled, the main one also greedily, and every suite."""
+        return await self._evaluate(step, self._full() + self._suites(lambda suite: True))
+
+    async def interim(self, step: int) -> Evaluation | None:
+        """Evaluate what is due between the first and the last step; None if nothing is.
+
+        This is the main held-out set, sampled, with fewer tasks, and the suites. If the main set reaches
+        `trainer.until`, all sets are evaluated as in `full`.
+        """
+        plan = self._suites(lambda suite: _due(suite.every, step))
+        if _due(self.settings.eval.every, step):
+            plan.insert(0, ("", "sampled", self.sets[""][: self.settings.eval.interim_tasks]))
+        if not plan:
+            return None
+        evaluation = await self._evaluate(step, plan)
+        if not self.settings.trainer.reached(evaluation.metrics):
+            return evaluation
+        return await self._evaluate(step, self._full() + [part for part in plan if part[0].startswith(SUITE)])
+
+    def _full(self) -> Plan:
         count = self.settings.eval.tasks
         plan = [(name, "sampled", tasks[:count]) for name, tasks in self.sets.items()]
-        plan.append(("", "greedy", self.sets[""][:count]))
-        return await self._evaluate(step, plan)
+        return [*plan, ("", "greedy", self.sets[""][:count])]
 
-    async def interim(self, step: int) -> Evaluation:
-        """Evaluate the main held-out set, sampled, with fewer tasks. Evaluate as `full` if that reaches
-        `trainer.until`."""
-        plan = [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
-        evaluation = await self._evaluate(step, plan)
-        return await self.full(step) if self.settings.trainer.reached(evaluation.metrics) else evaluation
+    def _suites(self, chosen: Callable[[EvalSuite], bool]) -> Plan:
+        return [
+            (SUITE + name, "greedy" if suite.greedy else "sampled", self.sets[suite.set][: suite.tasks])
+            for name, suite in self.settings.eval.suites.items()
+            if chosen(suite)
+        ]
 
     async def rewards(self, step: int, version: int | None) -> list[float]:
         """Evaluate as `interim`, without a record.
@@ -102,7 +127,7 @@ class Evaluator:
     async def _evaluate(
         self,
         step: int,
-        plan: Sequence[tuple[str, str, list[Task]]],
+        plan: Plan,
         *,
         candidate: bool = False,
         save: bool = True,
@@ -138,7 +163,7 @@ class Evaluator:
         episodes = [result for result in ended if isinstance(result, tuple)]
         if save:
             self.save(step, episodes)
-        metrics = _metrics(plan, episodes, len(planned)) | {"eval/seconds": time.monotonic() - began}
+        metrics = _metrics(plan, episodes) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
     async def _wait(self, running: list[asyncio.Task[Episode | None]]) -> None:
@@ -183,21 +208,38 @@ class Evaluator:
         return trajectory
 
 
+def check_suites(settings: EvalSettings, sets: Mapping[str, Sequence[Task]]) -> None:
+    """Raises ConfigError if a suite is of a held-out set that the environment does not have."""
+    for name, suite in settings.suites.items():
+        if suite.set not in sets:
+            known = ", ".join(map(repr, sets))
+            raise ConfigError(
+                f"eval.suites.{name}.set = {suite.set!r} is no held-out set of the environment, "
+                f"which has {known}: correct it"
+            )
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def _versions(trajectory: Trajectory) -> list[int]:
     """Return the policy versions of a trajectory's tokens."""
     return [version for turn in trajectory.turns for version, _, _ in turn.version_spans]
 
 
-def _metrics(
-    plan: Sequence[tuple[str, str, list[Task]]], episodes: list[Episode], planned: int
-) -> dict[str, float]:
+def _metrics(plan: Plan, episodes: list[Episode]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for name, mode, _ in plan:
+    for name, mode, tasks in plan:
         rewards = [t.reward for s, m, t in episodes if (s, m) == (name, mode) and t.reward is not None]
-        key = "eval/reward" + (f"_{name}" if name else "") + ("_greedy" if mode == "greedy" else "")
+        suite = name.removeprefix(SUITE) if name.startswith(SUITE) else None
+        place = "eval/" if suite is None else f"eval/{suite}/"
+        tail = (f"_{name}" if name else "") + ("_greedy" if mode == "greedy" else "") if suite is None else ""
         if rewards:
-            metrics[key] = float(np.mean(rewards))
-            metrics[key.replace("reward", "episodes")] = float(len(rewards))
+            metrics[f"{place}reward{tail}"] = float(np.mean(rewards))
+            metrics[f"{place}episodes{tail}"] = float(len(rewards))
+        failed = f"{place}failed"
+        metrics[failed] = metrics.get(failed, 0.0) + len(tasks) - len(rewards)
     unparseable = [
         t.metrics["unparseable"]
         for s, m, t in episodes
@@ -205,7 +247,6 @@ def _metrics(
     ]
     if unparseable:
         metrics["eval/unparseable"] = float(np.mean(unparseable))
-    metrics["eval/failed"] = float(planned - sum(t.reward is not None for _, _, t in episodes))
     versions = [version for _, _, trajectory in episodes for version in _versions(trajectory)]
     if versions:
         metrics["eval/version_min"], metrics["eval/version_max"] = float(min(versions)), float(max(versions))
