@@ -139,6 +139,7 @@ class Settings(SettingsSection):
             )
         self._check_source()
         self._check_promotion()
+        self._check_evaluation()
         if self.trainer.until is not None and not self.eval.every:
             raise ValueError(
                 "trainer.until needs evaluations between the first and the last step: set eval.every"
@@ -169,6 +170,24 @@ class Settings(SettingsSection):
             raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
         if self.trainer.publish_interval == "never":
             raise ValueError(f'{name} has no effect with trainer.publish_interval = "never"')
+
+    def _check_evaluation(self) -> None:
+        """Raises ValueError if settings contradict `eval.engines`."""
+        reserved = self.eval.engines
+        if not reserved:
+            return
+        name, engines = f"eval.engines = {reserved}", len(self.engine.urls) or self.engine.count
+        if engines <= reserved:
+            raise ValueError(f"{name} needs more engines, and there are {engines}: raise engine.count")
+        if self.gateway.shards > 1:
+            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
+        if self.trainer.publish_transport != "files":
+            raise ValueError(f'{name} needs trainer.publish_transport = "files"')
+        if self.trainer.promotion.mode != "always":
+            raise ValueError(
+                f'{name} contradicts trainer.promotion.mode = "{self.trainer.promotion.mode}", which '
+                "reserves engines itself: remove one of the two"
+            )
 
     def _check_source(self) -> None:
         """Raises ValueError if settings contradict `agent.source`."""

@@ -27,8 +27,8 @@ from tidegate.viewer.report import write_report
 from tidegate.viewer.summary import continue_command
 
 if TYPE_CHECKING:
+    from tidegate.trainer.result import RunResult
     from tidegate.trainer.run import Run
-    from tidegate.trainer.training import RunResult
 
 
 def launch(

@@ -76,21 +76,35 @@ class Evaluator:
         """Evaluate every held-out set sampled, the main one also greedily, and every suite."""
         return await self._evaluate(step, self._full() + self._suites(lambda suite: True))
 
-    async def interim(self, step: int) -> Evaluation | None:
+    def due(self, step: int) -> bool:
+        """Return whether there is an evaluation after a step between the first and the last."""
+        return bool(self._interim(step))
+
+    async def interim(self, step: int, version: int | None = None) -> Evaluation | None:
         """Evaluate what is due between the first and the last step; None if nothing is.
 
         This is the main held-out set, sampled, with fewer tasks, and the suites. If the main set reaches
         `trainer.until`, all sets are evaluated as in `full`.
+
+        Args:
+            step: Step of the evaluated weights.
+            version: The version that engines of its own have; an episode with tokens of another counts as
+                failed. None: all engines serve it.
         """
+        plan = self._interim(step)
+        if not plan:
+            return None
+        evaluation = await self._evaluate(step, plan, version=version)
+        if not self.settings.trainer.reached(evaluation.metrics):
+            return evaluation
+        suites = [part for part in plan if part[0].startswith(SUITE)]
+        return await self._evaluate(step, self._full() + suites, version=version)
+
+    def _interim(self, step: int) -> Plan:
         plan = self._suites(lambda suite: _due(suite.every, step))
         if _due(self.settings.eval.every, step):
             plan.insert(0, ("", "sampled", self.sets[""][: self.settings.eval.interim_tasks]))
-        if not plan:
-            return None
-        evaluation = await self._evaluate(step, plan)
-        if not self.settings.trainer.reached(evaluation.metrics):
-            return evaluation
-        return await self._evaluate(step, self._full() + [part for part in plan if part[0].startswith(SUITE)])
+        return plan
 
     def _full(self) -> Plan:
         count = self.settings.eval.tasks
@@ -130,6 +144,7 @@ class Evaluator:
         plan: Plan,
         *,
         candidate: bool = False,
+        version: int | None = None,
         save: bool = True,
     ) -> Evaluation:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
@@ -140,7 +155,12 @@ class Evaluator:
         async def run(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
                 trajectory = await self._episode(
-                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, step > 0, candidate
+                    f"eval{step}/{name or 'main'}/{mode}/{number}",
+                    mode,
+                    task,
+                    reasons,
+                    step > 0,
+                    candidate or version is not None,
                 )
             self._done += 1
             self.last_progress = time.monotonic()
@@ -163,6 +183,8 @@ class Evaluator:
         episodes = [result for result in ended if isinstance(result, tuple)]
         if save:
             self.save(step, episodes)
+        if version is not None:
+            episodes = [episode for episode in episodes if _sampled_from(version, episode[2], reasons)]
         metrics = _metrics(plan, episodes) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
@@ -226,6 +248,14 @@ def _due(every: int, step: int) -> bool:
 def _versions(trajectory: Trajectory) -> list[int]:
     """Return the policy versions of a trajectory's tokens."""
     return [version for turn in trajectory.turns for version, _, _ in turn.version_spans]
+
+
+def _sampled_from(version: int, trajectory: Trajectory, reasons: Counter[str]) -> bool:
+    """Return whether all tokens are of this version; otherwise count the failure."""
+    if set(_versions(trajectory)) <= {version}:
+        return True
+    reasons[f"tokens of other versions than {version}, as its engine was lost"] += 1
+    return False
 
 
 def _metrics(plan: Plan, episodes: list[Episode]) -> dict[str, float]:
