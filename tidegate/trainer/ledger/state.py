@@ -51,10 +51,10 @@ class LedgerItem:
     @property
     def cause(self) -> str | None:
         """Cause of an attempt's failure (`failure_cause`); None if it did not fail."""
-        failed = self.state is State.FAILED and not Outcome(self.outcome or "").trainable
-        if not (failed or self.worker_lost):
+        failed = self.state is State.FAILED and self.outcome not in (Outcome.COMPLETED, Outcome.TRUNCATED)
+        if self.outcome is None or not (failed or self.worker_lost):
             return None
-        return failure_cause(self.outcome or "", spared=self.spared)
+        return failure_cause(self.outcome, spared=self.spared)
 
     def final(self, committed: float = math.inf) -> State:
         """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
