@@ -72,6 +72,10 @@ class World:
     """Slots whose next attempt waits for the end of an outage."""
     paused: bool = False
     """Whether the run is paused according to the ledger."""
+    issued_at: dict[str, int] = field(default_factory=dict)
+    """Position in the book of each attempt's issue."""
+    resumed_at: int = -1
+    """Position of the end of the last outage."""
     charged: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Number of counted failures by (slot of a group, kind)."""
     quarantined: set[str] = field(default_factory=set)
@@ -120,6 +124,7 @@ class World:
         elif one["event"] == "issued":
             assert one["id"] not in self.states, f"{one['id']} was issued twice"
             self.states[one["id"]] = "live"
+            self.issued_at[one["id"]] = len(self.book)
             if one["kind"] == "group":
                 self._issue(one)
             if (old := one.get("replaces")) is not None:
@@ -142,11 +147,14 @@ class World:
         elif one["event"] == "started":
             self.published.append(one["version"])
             self.paused = False
+        elif one["event"] == "lifted":
+            self.quarantined.remove(one["task"])
         elif one["event"] == "quarantined":
             self._check_blame(one)
         elif one["event"] in ("paused", "resumed"):
             assert self.paused != (one["event"] == "paused")
             self.paused = not self.paused
+            self.resumed_at = self.resumed_at if self.paused else len(self.book)
         if self.fuse:
             self.fuse -= 1
             if not self.fuse:
@@ -157,6 +165,7 @@ class World:
         if "client" in one:
             assert one["id"] in self.offered, f"{one['id']} was accepted twice, or never offered"
             return
+        assert one["task"] not in self.quarantined, f"{one['task']} is quarantined"
         before = self.latest.get(one["index"])
         assert before is None or self.states[before] not in ("live", "stepped"), (
             f"{one['id']} does what {before} did"
@@ -164,18 +173,27 @@ class World:
         self.latest[one["index"]] = one["id"]
 
     def _charge(self, one: LedgerEntry) -> None:
-        """Counts a failure against the budget of its kind, unless it occurred during an outage."""
-        if one["state"] != "failed" or one["outcome"] in ("completed", "truncated"):
+        """Counts a failure against the budget of its kind, unless an outage touched it.
+
+        Of the attempts that an outage touched, only a probe that shows its end may be charged.
+        """
+        failed = one["state"] == "failed" and one["outcome"] not in ("completed", "truncated")
+        if not (failed or one.get("lost")):
             return
+        touched = self.paused or self.issued_at[one["id"]] < self.resumed_at
         if one.get("spared"):
-            assert self.paused, f"{one['id']} was spared, and there is no outage"
+            assert touched, f"{one['id']} was spared, and there was no outage"
         else:
-            kind = "infra" if one["outcome"] == Outcome.INFRA_ERROR else "own"
+            shows_the_end = one["id"] == self.core.outage.probe and one["outcome"] == Outcome.AGENT_ERROR
+            assert not touched or shows_the_end, f"{one['id']} is charged for an outage"
+            kind = "infra" if one["outcome"] in (Outcome.INFRA_ERROR, Outcome.CANCELLED) else "own"
             self.charged[one["id"].rpartition(".")[0], kind] += 1
 
     def _check_blame(self, one: LedgerEntry) -> None:
         """Checks that a task is quarantined only after `max_attempts` failures of its own."""
-        assert one["outcome"] != Outcome.INFRA_ERROR, f"{one['task']} is blamed for an outage"
+        assert one["outcome"] not in (Outcome.INFRA_ERROR, Outcome.CANCELLED), (
+            f"{one['task']} is blamed for an outage"
+        )
         own = [number for (slot, kind), number in self.charged.items()
                if kind == "own" and slot.startswith(f"{one['group']}.")]  # fmt: skip
         assert self.rules.max_attempts in own, f"{one['task']} was given up after {own} failures of its own"
@@ -238,6 +256,7 @@ class World:
         limits = {"own": self.rules.max_attempts, "infra": self.rules.max_infra_attempts}
         for (slot, kind), number in self.charged.items():
             assert number <= limits[kind], f"{slot} failed {number} times"
+        assert +self.core.failures == self._past().failures()
 
     def _check_liveness(self, running: int) -> None:
         """Checks that unsettled slots always include one that runs or may start, except during an outage."""
@@ -277,6 +296,8 @@ class World:
         if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
             self.core.outage.set_down(None if self.core.outage.down else "no engine")
         self.attempt_waiting()
+        if self.core.quarantined and self.rng.random() < 0.02:
+            assert self.core.lift(self.rng.choice(sorted(self.core.quarantined)))
         if self.rng.random() < self.client_rate and self.core.outstanding() < self.rules.capacity:
             self.offer()
             return

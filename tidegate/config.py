@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
+from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
@@ -20,8 +21,8 @@ from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
 SERVICE_SETTINGS = "service.toml"
 """File in the run directory of a standing service with the service's settings."""
 __all__ = [
-    "ENDLESS", "EngineSettings", "EnvSettings", "GatewaySettings", "LoRASettings", "ModelSettings",
-    "Settings", "TrainerSettings", "load_settings",
+    "ENDLESS", "EngineSettings", "EnvSettings", "EvalSettings", "GatewaySettings", "LoRASettings",
+    "ModelSettings", "Settings", "TrainerSettings", "load_settings",
 ]  # fmt: skip
 
 
@@ -85,19 +86,6 @@ class SamplingSettings(SettingsSection):
     """Token limit of one reply."""
 
 
-class EvalSettings(SettingsSection):
-    every: Annotated[int, Field(ge=0)] = 25
-    """Steps between evaluations; 0: only before the first step and after the last."""
-    tasks: Annotated[int, Field(ge=1)] = 200
-    """Tasks of each held-out set in the evaluations before the first step and after the last."""
-    interim_tasks: Annotated[int, Field(ge=1)] = 64
-    """Tasks of each held-out set in the other evaluations."""
-    max_concurrency: Annotated[int, Field(ge=1)] = 64
-    """Episodes of an evaluation that run at the same time."""
-    deadline_s: Annotated[float, Field(gt=0)] = 300.0
-    """Deadline of an evaluation; episodes that have not ended by then count as unfinished."""
-
-
 class Settings(SettingsSection):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
 
@@ -152,6 +140,7 @@ class Settings(SettingsSection):
             )
         self._check_source()
         self._check_promotion()
+        self._check_evaluation()
         if self.trainer.until is not None and not self.eval.every:
             raise ValueError(
                 "trainer.until needs evaluations between the first and the last step: set eval.every"
@@ -182,6 +171,24 @@ class Settings(SettingsSection):
             raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
         if self.trainer.publish_interval == "never":
             raise ValueError(f'{name} has no effect with trainer.publish_interval = "never"')
+
+    def _check_evaluation(self) -> None:
+        """Raises ValueError if settings contradict `eval.engines`."""
+        reserved = self.eval.engines
+        if not reserved:
+            return
+        name, engines = f"eval.engines = {reserved}", len(self.engine.urls) or self.engine.count
+        if engines <= reserved:
+            raise ValueError(f"{name} needs more engines, and there are {engines}: raise engine.count")
+        if self.gateway.shards > 1:
+            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
+        if self.trainer.publish_transport != "files":
+            raise ValueError(f'{name} needs trainer.publish_transport = "files"')
+        if self.trainer.promotion.mode != "always":
+            raise ValueError(
+                f'{name} contradicts trainer.promotion.mode = "{self.trainer.promotion.mode}", which '
+                "reserves engines itself: remove one of the two"
+            )
 
     def _check_source(self) -> None:
         """Raises ValueError if settings contradict `agent.source`."""

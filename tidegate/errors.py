@@ -112,6 +112,10 @@ class RewardError(TidegateError):
     """A reward function raised, hung, or did not return a finite number: outcome `reward_error`."""
 
 
+class RewardUnavailableError(RewardError):
+    """A service that a reward calls, as a judge, failed: outcome `infra_error`, not `reward_error`."""
+
+
 class UnrewardedError(RewardError):
     """Nothing has rewarded the episode, which is no failure."""
 
@@ -121,7 +125,8 @@ class CorpusError(TidegateError):
 
 
 class InfrastructureError(TidegateError):
-    """A service that an agent needs failed. Raised by an agent, it ends the episode as `infra_error`."""
+    """A service that an episode needs failed. Raised by an agent, a tool or a reward, it ends the episode as
+    `infra_error`."""
 
 
 class SandboxError(InfrastructureError):

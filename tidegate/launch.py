@@ -20,14 +20,15 @@ from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.rollout.evaluator import check_suites
 from tidegate.trainer.start import Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 from tidegate.viewer.summary import continue_command
 
 if TYPE_CHECKING:
+    from tidegate.trainer.result import RunResult
     from tidegate.trainer.run import Run
-    from tidegate.trainer.training import RunResult
 
 
 def launch(
@@ -88,6 +89,8 @@ class Launch:
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
+        if settings.eval.suites:
+            check_suites(settings.eval, environment.eval_sets())
         start = None if fresh else Start.of(settings, resume)
         if start is not None:
             start.lift_quarantine = lift_quarantine

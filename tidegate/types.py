@@ -58,6 +58,11 @@ class Outcome(StrEnum):
     def trainable(self) -> bool:
         return self in (Outcome.COMPLETED, Outcome.TRUNCATED)
 
+    @property
+    def blameless(self) -> bool:
+        """Whether neither the policy nor the task caused it; it is never charged to a task."""
+        return self in (Outcome.INFRA_ERROR, Outcome.CANCELLED)
+
 
 @dataclass(frozen=True, slots=True)
 class TaskView:

@@ -35,7 +35,7 @@ def test_a_mistyped_verb_is_answered_with_the_nearest(
     assert (code, f"did you mean {nearest}?" in text) == (2, True), text
 
 
-@pytest.mark.parametrize("verb", ["view", "audit", "report", "eval", "replay", "export"])
+@pytest.mark.parametrize("verb", ["view", "audit", "tasks", "report", "eval", "replay", "export"])
 def test_a_mistyped_run_is_answered_with_the_nearest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:

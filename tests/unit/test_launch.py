@@ -12,7 +12,7 @@ from tidegate.config import Settings
 from tidegate.launch import _report
 from tidegate.program import program
 from tidegate.settings.sections import dump
-from tidegate.trainer.run import RunResult
+from tidegate.trainer.result import RunResult
 from tidegate.viewer.live import make_view
 
 

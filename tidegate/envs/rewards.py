@@ -12,7 +12,8 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
-from tidegate.errors import ConfigError, RewardError
+from tidegate.envs.unavailable import is_unavailable
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
 from tidegate.tracebacks import where
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory", "state")
@@ -74,7 +75,8 @@ class Reward:
             The unweighted value with its metrics.
 
         Raises:
-            RewardError: The function raised or did not return a finite number.
+            RewardUnavailableError: The function raised because a service did not respond (`is_unavailable`).
+            RewardError: It raised otherwise or did not return a finite number.
         """
         try:
             return self._checked(self.fn(**self._selected(arguments)))
@@ -107,9 +109,11 @@ class Reward:
         return Grade(float(value), metrics)
 
     def _described(self, error: Exception) -> RewardError:
+        kind = RewardUnavailableError if is_unavailable(error) else RewardError
         if isinstance(error, RewardError):
-            return RewardError(f"the reward {self.name!r}: {error}")
-        return RewardError(f"the reward {self.name!r} raised {type(error).__name__}: {error}{where(error)}")
+            kind = RewardUnavailableError if isinstance(error, RewardUnavailableError) else kind
+            return kind(f"the reward {self.name!r}: {error}")
+        return kind(f"the reward {self.name!r} raised {type(error).__name__}: {error}{where(error)}")
 
 
 def is_async(fn: Any) -> bool:

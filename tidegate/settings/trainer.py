@@ -67,6 +67,9 @@ class TrainerSettings(SettingsSection):
     gloo). The files are written in either case, for engines that restart."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Failures of one slot, other than `infra_error`, before it is given up and its task quarantined."""
+    max_infra_attempts: Annotated[int, Field(ge=1)] = 10
+    """Failures of one slot that neither the policy nor its task caused (`infra_error`, or the agents' process
+    exited) before it is given up. They never quarantine the task, and those of an outage do not count."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """Times that a task is issued again after its group became stale, before another task replaces it."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6

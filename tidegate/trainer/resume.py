@@ -104,6 +104,7 @@ def restore_admission(
     admission = Admission(rules, record, epoch=epoch, version=start.version, step=start.step)
     admission.group_counts += past.counts(past.groups)
     admission.attempt_counts += past.counts(past.attempts)
+    admission.failures = past.failures()
     admission.abandoned = past.abandoned
     progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
     admission.restore(progress, past.groups.values())

@@ -28,9 +28,10 @@ from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun, take_over
 from tidegate.trainer.start import Start, base_model
-from tidegate.trainer.training import RunResult, Training
+from tidegate.trainer.training import Training
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)

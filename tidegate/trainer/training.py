@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.errors import NoUsableEpisodesError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import Credit, GroupCredit
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -37,28 +37,20 @@ from tidegate.trainer.publish.version_requests import clear_request, read_reques
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
-from tidegate.trainer.records.metrics import MetricsLog, reached, read_metrics
+from tidegate.trainer.records.lift_requests import lift_requested
+from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
+from tidegate.trainer.rollout.beside import BesideTraining
 from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
-from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
+from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
 
 STATE_S = 0.5
-
-
-@dataclass(slots=True)
-class RunResult:
-    """Result of a run; `initial_eval` and `final_eval` are metrics of its first and last evaluation."""
-
-    status: str
-    why: str | None
-    step: int
-    initial_eval: dict[str, float] = field(default_factory=dict)
-    final_eval: dict[str, float] = field(default_factory=dict)
 
 
 class Training:
@@ -104,7 +96,6 @@ class Training:
         self.gateway, self.engines = processes.gateway, processes.engines
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
         self.tokens = TokenCounts()
-        self.best = BestCheckpoint.open(self.dir)
         self._began = time.monotonic()
         files = TrajectoryFiles(self.dir)
         epoch = self.admission.epoch
@@ -142,9 +133,14 @@ class Training:
             self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.gate_timeout_s, stop
         )
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
+        self.evaluations = RunEvaluations(
+            settings, self.dir, self.evaluator, self.publisher,
+            self._beside() if settings.eval.beside_training else None, BestCheckpoint.open(self.dir),
+            self.rollout.stop, self.recorder.step, observer.note, stop, result,
+        )  # fmt: skip
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, self.gate.wait, self.promotion, self._roll_back,
+            self._checkpoint, self._evaluate, credit, self._before_publish, self.promotion, self._roll_back,
             self._roll_back_requested, start.step, stop,
         )  # fmt: skip
 
@@ -166,6 +162,7 @@ class Training:
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
+        supervisor.watch(every(STATE_S, self._lift_requested), "lifts")
 
     async def run(self, supervisor: TaskSupervisor) -> None:
         """Train, then cancel running groups, record the end, and commit."""
@@ -175,7 +172,8 @@ class Training:
             await run_to_completion(self._end())
 
     async def _train(self, supervisor: TaskSupervisor) -> None:
-        await self._initial_evaluation()
+        if not self._by_clients:
+            await self.evaluations.first()
         trainer, step = self.settings.trainer, self.loop.step
         if not self.stop.is_set() and step < trainer.steps and reached(self.dir, trainer, step) is None:
             if not self._by_clients:
@@ -184,6 +182,7 @@ class Training:
 
     async def _end(self) -> None:
         self.result.step = self.loop.step
+        await self.evaluations.close()
         await self.rollout.stop()
         self.ledger.record(entry("run", "ended", step=self.loop.step, version=self.admission.version))
         await self._checkpoint(self.loop.step)
@@ -202,6 +201,22 @@ class Training:
             restart_s(settings.engine), sender,
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
+
+    def _beside(self) -> BesideTraining:
+        settings, pins = self.settings.eval, None
+        if settings.engines:
+            pins = CandidateEngines(self.gateway, self.engines, self.publisher, settings.engines, 0.0)
+        return BesideTraining(
+            self.evaluator.interim, self.publisher, self.engines, pins, settings.max_versions,
+            self.observer.note,
+        )  # fmt: skip
+
+    async def _before_publish(self, version: int) -> None:
+        await self.evaluations.before_publish(version)
+        await self.gate.wait(version)
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        return {} if self._by_clients else await self.evaluations.after(step)
 
     def _promotion(self) -> Promotion:
         settings = self.settings.trainer.promotion
@@ -256,6 +271,13 @@ class Training:
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
 
+    def _lift_requested(self) -> None:
+        """Lift the quarantines that a person requested."""
+        if lifted := lift_requested(self.dir, self.admission.lift):
+            self.observer.note(
+                f"issued again when their turn comes: {len(lifted)} tasks that were quarantined"
+            )
+
     async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
         """Return the policy and its optimiser to a checkpoint, by default to that of the live version."""
         if step is None:
@@ -286,65 +308,11 @@ class Training:
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
         # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
-        if self.publisher.current[0] == self.start.weights and self.start.checkpoint is not None:
+        used = (self.publisher.current[0], self.publisher.kept)
+        if self.start.weights in used and self.start.checkpoint is not None:
             protected.add(checkpoints.live(self.dir, self.start.checkpoint).step)
         keep = self.settings.trainer.keep_checkpoints
         await asyncio.to_thread(checkpoints.prune, self.dir, keep, protected)
-
-    async def _initial_evaluation(self) -> None:
-        """Evaluate before the first step, unless an earlier start of the run did."""
-        if self._by_clients:
-            return
-        recorded = next((line for line in read_metrics(self.dir) if line["step"] == 0), None)
-        if recorded is not None:
-            self.result.initial_eval = {
-                key: value for key, value in recorded.items() if key.startswith("eval/")
-            }
-            return
-        evaluation = await unless_stopped(self.stop, self.evaluator.full(0))
-        if evaluation is None:
-            return
-        if not any(episode.reward is not None for _, _, episode in evaluation.episodes):
-            reason, number = evaluation.reasons.most_common(1)[0]
-            raise NoUsableEpisodesError(
-                f"no held-out episode succeeded; {number} of them failed with: {reason}"
-            )
-        self._note_failures(evaluation)
-        await self._keep_best(0, evaluation.metrics)
-        self.result.initial_eval = self.result.final_eval = evaluation.metrics
-        self.recorder.step(0, dict(evaluation.metrics))
-
-    async def _evaluate(self, step: int) -> dict[str, float]:
-        """Run the evaluation that is due at `step`, if any. No publish happens during it."""
-        settings = self.settings.eval
-        if self._by_clients:
-            return {}
-        if step == self.settings.trainer.steps:
-            await self.rollout.stop()
-            due = self.evaluator.full(step)
-        elif settings.every and step % settings.every == 0:
-            due = self.evaluator.interim(step)
-        else:
-            return {}
-        evaluation = await unless_stopped(self.stop, due)
-        if evaluation is None:
-            return {}
-        self._note_failures(evaluation)
-        await self._keep_best(step, evaluation.metrics)
-        self.result.final_eval = evaluation.metrics
-        return evaluation.metrics
-
-    async def _keep_best(self, step: int, metrics: dict[str, float]) -> None:
-        """Keep the weights that are live on the engines if they score best."""
-        if "eval/reward" in metrics:
-            weights, version = self.publisher.current
-            await asyncio.to_thread(
-                self.best.update_if_better, weights, step, version, metrics["eval/reward"]
-            )
-
-    def _note_failures(self, evaluation: Evaluation) -> None:
-        for reason, number in evaluation.reasons.most_common(3):
-            self.observer.note(f"evaluation: {number} episodes failed: {reason}")
 
     def _set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
         self.pause.set_serving(serving, missing)
@@ -386,6 +354,7 @@ class Training:
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
+            **{f"failures/{cause}": float(number) for cause, number in admission.failures.items()},
             "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
             "version": float(admission.version),

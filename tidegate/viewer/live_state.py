@@ -81,7 +81,7 @@ class LiveState:
         self.ticks.append((clock, self.at))
         scores = {key: value for key, value in numbers.items() if key.startswith("eval/")}
         if scores:
-            self.first_eval = self.first_eval or scores
+            self.first_eval = {**scores, **self.first_eval}
             self.last_eval.update(scores)
             self.eval_step = self.at
 

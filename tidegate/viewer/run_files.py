@@ -33,8 +33,9 @@ class RunFiles:
     remarks: list[str] = field(default_factory=list)
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """Returns (step, value) of all rows that have the metric."""
-        return [(row["step"], row[key]) for row in self.rows if key in row]
+        """Returns (step, value) of all rows that have the metric; of an evaluation, the evaluated step."""
+        of = "eval/step" if key.startswith("eval/") else "step"
+        return [(row.get(of, row["step"]), row[key]) for row in self.rows if key in row]
 
     @property
     def planned(self) -> int | None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,8 @@ def act(output: str | None) -> float:
     elif word == "process":
         _note(argument, str(os.getpid()))
         time.sleep(0.5)
+    elif word == "fetch":
+        urllib.request.urlopen(argument, timeout=5.0)
     elif word == "raise":
         raise ValueError(argument)
     return 1.0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import eventually
-from tidegate.errors import ConfigError, RewardError, StartError
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, StartError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.environments.process import OwnedEnvironments
@@ -206,6 +206,15 @@ async def test_rewards_that_queue_are_not_late() -> None:
         rewards = await asyncio.gather(*(scored(env, "sleep 0.3") for _ in range(64)))
         assert set(rewards) == {1.0}
         assert time.monotonic() - began > 1.0, "the last ones waited for longer than a deadline"
+
+
+async def test_a_judge_that_does_not_respond_is_told_from_a_reward_that_raises() -> None:
+    async with service("Acting") as env:
+        with pytest.raises(RewardUnavailableError, match="Connection refused"):
+            await scored(env, "fetch http://127.0.0.1:9/")
+        with pytest.raises(RewardError, match="ValueError: bad") as raised:
+            await scored(env, "raise bad")
+        assert not isinstance(raised.value, RewardUnavailableError)
 
 
 async def test_rewards_are_computed_by_all_workers(tmp_path: Path) -> None:

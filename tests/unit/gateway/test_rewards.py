@@ -13,7 +13,7 @@ from tests.local_rewards import LocalRewards
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import EnvSettings
 from tidegate.envs.base import check_reward_timeout, load_environment
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, RewardUnavailableError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.groups.rewards import Scorer
 from tidegate.types import Message, Outcome, Scored, Task, Trajectory
@@ -78,6 +78,16 @@ async def test_a_bad_reward_is_reward_error(what: Callable[[], Any], why: str) -
     one = await ended(Rewarding(what))
     assert (one.outcome, one.reward) == (Outcome.REWARD_ERROR, None)
     assert why in str(one.error)
+
+
+def refuse() -> None:
+    raise RewardUnavailableError("the judge does not respond")
+
+
+async def test_a_judge_that_does_not_respond_is_infra_error() -> None:
+    one = await ended(Rewarding(refuse))
+    assert (one.outcome, one.reward) == (Outcome.INFRA_ERROR, None)
+    assert "does not respond" in str(one.error)
 
 
 @pytest.mark.parametrize("claimed", [math.nan, "1", [1], True])

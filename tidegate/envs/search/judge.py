@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from tidegate.errors import ConfigError, RewardError
+from tidegate.envs.unavailable import is_unavailable
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -62,7 +63,8 @@ class Judge:
         self._lock = threading.Lock()
 
     def verdict(self, question: str, golds: Sequence[str], answer: str) -> float:
-        """Returns 1 if the answer is right, 0 if wrong; raises RewardError if all attempts fail."""
+        """Returns 1 if the answer is right, 0 if wrong; raises RewardError if all attempts fail, and
+        RewardUnavailableError if the endpoint did not respond to one of them."""
         answer = answer[:MAX_ANSWER]
         key = (question, *golds, answer)
         with self._lock:
@@ -90,7 +92,7 @@ class Judge:
     def _call(self, prompt: str) -> float:
         from openai import OpenAIError
 
-        failures = []
+        failures, kind = [], RewardError
         for _ in range(self._attempts):
             try:
                 reply = self._client.chat.completions.create(
@@ -98,13 +100,14 @@ class Judge:
                 )
             except OpenAIError as error:
                 failures.append(f"{type(error).__name__}: {error}")
+                kind = RewardUnavailableError if is_unavailable(error) else kind
                 continue
             text = (reply.choices[0].message.content if reply.choices else None) or ""
             verdicts = _VERDICT.findall(text)
             if verdicts:
                 return float(verdicts[-1].lower() == "yes")
             failures.append(f"no verdict in {text[:200]!r}")
-        raise RewardError(
+        raise kind(
             f"the judge at {self._url} gave no verdict in {self._attempts} attempts: {'; '.join(failures)}"
         )
 

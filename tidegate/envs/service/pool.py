@@ -17,7 +17,14 @@ from tidegate.envs.service.process import (
     WorkerLostError,
     WorkerProcess,
 )
-from tidegate.errors import ConfigError, RewardError, StartError, TidegateError, UnrewardedError
+from tidegate.errors import (
+    ConfigError,
+    RewardError,
+    RewardUnavailableError,
+    StartError,
+    TidegateError,
+    UnrewardedError,
+)
 from tidegate.service.backoff import backoff_s
 
 log = logging.getLogger("tidegate.envs.service.pool")
@@ -213,7 +220,7 @@ class WorkerPool:
                     return await self._score(held.worker, arguments)
                 return await self._score_anywhere(arguments, alone)
             except CallError as error:
-                kinds = {"unrewarded": UnrewardedError, "reward": RewardError}
+                kinds = {"unrewarded": UnrewardedError, "unavailable": RewardUnavailableError}
                 raise kinds.get(error.kind, RewardError)(str(error)) from None
             except CallTimeoutError as error:
                 raise RewardError(f"the reward: {error} (env.reward_timeout_s)") from None

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from tidegate.envs.base import Environment
-from tidegate.errors import RewardError
+from tidegate.envs.unavailable import is_unavailable
+from tidegate.errors import RewardError, RewardUnavailableError
 from tidegate.service.threads import in_thread
 from tidegate.tracebacks import where
 from tidegate.types import Message, Scored, Task, Trajectory, finite
@@ -26,6 +27,7 @@ async def score(
     Arguments and result are those of `Environment.score`.
 
     Raises:
+        RewardUnavailableError: A service that a reward calls did not respond.
         RewardError: A reward raised or returned no finite number, or `Environment.score` itself did.
     """
     try:
@@ -35,7 +37,8 @@ async def score(
     except RewardError:
         raise
     except Exception as error:
-        raise RewardError(f"the reward raised {type(error).__name__}: {error}{where(error)}") from error
+        kind = RewardUnavailableError if is_unavailable(error) else RewardError
+        raise kind(f"the reward raised {type(error).__name__}: {error}{where(error)}") from error
 
 
 def check(scored: object) -> Scored:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from tidegate.envs.service.pool import NoEpisodeError, PoolSettings, WorkerPool
 from tidegate.envs.service.process import CallError, CallTimeoutError, WorkerLostError
-from tidegate.errors import ConfigError, RewardError, TidegateError, UnrewardedError
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, TidegateError, UnrewardedError
 from tidegate.service.api_key import ENV_KEY, ApiKey
 from tidegate.service.serve import Listen, bind, run_app
 
@@ -34,6 +34,7 @@ _KINDS: dict[type[BaseException], str] = {
     CallTimeoutError: "timeout",
     WorkerLostError: "lost",
     UnrewardedError: "unrewarded",
+    RewardUnavailableError: "unavailable",
     RewardError: "reward",
 }
 """Kinds of failures by exception, as clients read them."""

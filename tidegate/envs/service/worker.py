@@ -27,7 +27,7 @@ from tidegate.envs.conversations import conversation_environment
 from tidegate.envs.service import frames
 from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.envs.service.scoring import score
-from tidegate.errors import ConfigError, RewardError, UnrewardedError
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.service.parent_death import signal_at_parent_exit
 from tidegate.service.threads import started
 from tidegate.types import Scored, Task, Trajectory, from_wire
@@ -66,6 +66,8 @@ class CallRunner:
             )
         except UnrewardedError as error:
             self._answer(number, error=str(error), kind="unrewarded")
+        except RewardUnavailableError as error:
+            self._answer(number, error=str(error), kind="unavailable")
         except RewardError as error:
             self._answer(number, error=str(error), kind="reward")
         except EpisodeError as error:

@@ -75,6 +75,7 @@ class EnvironmentService(Protocol):
         """Computes the rewards of an episode that ended; its deadline starts when it starts running.
 
         Raises:
+            RewardUnavailableError: A service that a reward calls, as a judge, failed.
             RewardError: A reward raised, took too long or returned no finite number.
         """
 

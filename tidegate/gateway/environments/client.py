@@ -15,7 +15,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from tidegate.errors import RewardError, StartError, UnrewardedError
+from tidegate.errors import RewardError, RewardUnavailableError, StartError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, bearer
@@ -91,6 +91,8 @@ class EnvironmentClient(HttpClient):
         match answer.get("kind"):
             case "reward":
                 raise RewardError(answer["error"])
+            case "unavailable":
+                raise RewardUnavailableError(answer["error"])
             case "unrewarded":
                 raise UnrewardedError(answer["error"])
         return msgspec.convert(self._result(answer), Scored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tidegate.errors import RewardError, UnrewardedError
+from tidegate.errors import RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.types import Outcome, Task, Trajectory, finite
 
@@ -30,7 +30,8 @@ class Scorer:
     ) -> None:
         """Sets a trajectory's reward; a reward that fails makes its outcome `reward_error`.
 
-        If the environment's service lost the episode, the outcome is `infra_error`. An outcome that is not
+        If the environment's service lost the episode, or a service that a reward calls failed, the outcome is
+        `infra_error`. An outcome that is not
         trainable stays, without a reward.
 
         Args:
@@ -73,7 +74,7 @@ class Scorer:
 
 
 def _outcome(error: RewardError | EpisodeLostError) -> Outcome:
-    if isinstance(error, EpisodeLostError):
+    if isinstance(error, EpisodeLostError | RewardUnavailableError):
         return Outcome.INFRA_ERROR
     return Outcome.UNREWARDED if isinstance(error, UnrewardedError) else Outcome.REWARD_ERROR
 

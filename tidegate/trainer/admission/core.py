@@ -36,7 +36,7 @@ from tidegate.trainer.admission.state import (
     Slot,
     TaskTicket,
 )
-from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry, failure_cause
 from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.types import Group, Outcome, Task
 
@@ -72,6 +72,8 @@ class Admission:
         self.quarantined: set[str] = set()
         self.group_counts: Counter[State] = Counter()
         self.attempt_counts: Counter[State] = Counter()
+        self.failures: Counter[str] = Counter()
+        """Failed attempts by cause (`failure_cause`)."""
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         """Since the last step."""
@@ -181,9 +183,6 @@ class Admission:
         group = self.groups[group_id]
         slot = group.slots[number]
         slot.running = None
-        if outcome is Outcome.CANCELLED:
-            self._end_attempt(attempt, State.CANCELLED, outcome, why)
-            return AttemptVerdict.RETRY
         if outcome.trainable:
             slot.done = attempt
             slot.outcome = outcome
@@ -198,14 +197,21 @@ class Admission:
         return self._settle(group)
 
     def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
-        """Charge a failure to the slot's budget for its kind, or to none in an outage."""
+        """Charge a failure to the slot's budget for its kind, or to none in an outage.
+
+        `cancelled` is a failure here: the process that ran the agent exited.
+        """
+        details = {"lost": True} if outcome is Outcome.CANCELLED else {}
         if self.outage.leaves_uncharged(attempt, outcome):
-            self._end_attempt(attempt, State.FAILED, outcome, why, spared=True)
+            details["spared"] = True
         else:
-            slot.infra_failures += outcome is Outcome.INFRA_ERROR
-            slot.failures += outcome is not Outcome.INFRA_ERROR
-            self._end_attempt(attempt, State.FAILED, outcome, why)
-        self.outage.ended(attempt, outcome, why)
+            slot.infra_failures += outcome.blameless
+            slot.failures += not outcome.blameless
+        self.failures[failure_cause(outcome, spared="spared" in details)] += 1
+        state = State.CANCELLED if outcome is Outcome.CANCELLED else State.FAILED
+        self._end_attempt(attempt, state, outcome, why, **details)
+        if outcome is not Outcome.CANCELLED:
+            self.outage.ended(attempt, outcome, why)
 
     def _settle(self, group: GroupState) -> AttemptVerdict:
         rules = self.rules
@@ -227,6 +233,14 @@ class Admission:
                 entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
             )
 
+    def lift(self, task: str) -> bool:
+        """Issue a quarantined task again when its turn comes; returns whether it was quarantined."""
+        if task not in self.quarantined:
+            return False
+        self.quarantined.remove(task)
+        self._record(entry("run", "lifted", task=task))
+        return True
+
     def no_progress_reason(self) -> str | None:
         """Reason why training cannot progress any more; None if it can."""
         if self.failed_in_a_row >= max(8, self.rules.capacity):
@@ -240,8 +254,9 @@ class Admission:
 
     def exhausts_attempts(self, attempt: str, outcome: Outcome) -> bool:
         """Whether ending the attempt with this outcome quarantines its task."""
-        uncharged = outcome.trainable or outcome in (Outcome.CANCELLED, Outcome.INFRA_ERROR)
-        if uncharged or attempt not in self._attempts or self.outage.leaves_uncharged(attempt, outcome):
+        if outcome.trainable or outcome.blameless or attempt not in self._attempts:
+            return False
+        if self.outage.leaves_uncharged(attempt, outcome):
             return False
         group_id, slot = self._attempts[attempt]
         group = self.groups[group_id]

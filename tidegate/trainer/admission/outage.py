@@ -11,6 +11,8 @@ from tidegate.types import Outcome
 
 WINDOW = 16
 THRESHOLD = 8
+INCONCLUSIVE = (Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome.REWARD_ERROR)
+"""Outcomes of a probe after which the outage may still be in progress."""
 
 
 @dataclass(slots=True)
@@ -18,7 +20,8 @@ class Outage:
     """Outage state, from engine reports and from the outcomes of attempts.
 
     `down` is set while no engine serves. An outage of another cause is suspected when `THRESHOLD` of the last
-    `WINDOW` attempts ended `infra_error`. Then one attempt at a time, the probe, tests whether it is over.
+    `WINDOW` attempts ended `infra_error`. Then one attempt at a time, the probe, tests whether it is over. A
+    probe that ends `timeout` or `reward_error` does not tell: a service that hangs has the same effect.
     """
 
     record: Callable[[LedgerEntry], None]
@@ -27,6 +30,10 @@ class Outage:
     suspected: str | None = None
     probe: str | None = None
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _over: int = 0
+    """Number of outages that ended."""
+    _running: dict[str, int] = field(default_factory=dict)
+    """Attempt that runs → value of `_over` when it started."""
 
     @property
     def why(self) -> str | None:
@@ -42,28 +49,35 @@ class Outage:
         before = self.why
         if self.down is not None:
             self._recent.clear()  # outcomes during the outage do not predict those after it
+        if down is not None:
+            self.probe = None  # it fails whether or not the other outage is over
         self.down = down
         self._record_change(before)
 
     def started(self, attempt: str) -> None:
+        self._running[attempt] = self._over
         if self.suspected is not None:
             self.probe = attempt
 
+    def touched(self, attempt: str) -> bool:
+        """Whether an outage was in progress at any time while the attempt ran."""
+        return self.why is not None or self._running.get(attempt, self._over) < self._over
+
     def leaves_uncharged(self, attempt: str, outcome: Outcome) -> bool:
-        """Whether a failure is not charged to the slot: it came in an outage, and the attempt was not a
-        probe that ended the outage."""
-        ends_outage = attempt == self.probe and outcome is not Outcome.INFRA_ERROR
-        return self.why is not None and not ends_outage
+        """Whether a failure is charged to no budget: an outage was in progress while the attempt ran, and it
+        was not a probe that ends the outage."""
+        return self.touched(attempt) and not (attempt == self.probe and outcome not in INCONCLUSIVE)
 
     def ended(self, attempt: str, outcome: Outcome, why: str | None) -> None:
         """Record the outcome of an attempt that was not cancelled."""
-        before, infra = self.why, outcome is Outcome.INFRA_ERROR
+        before, infra, touched = self.why, outcome is Outcome.INFRA_ERROR, self.touched(attempt)
+        self._running.pop(attempt, None)
         if attempt == self.probe:
             self.probe = None
-            if not infra:
+            if outcome not in INCONCLUSIVE:
                 self.suspected = None
                 self._recent.clear()
-        elif self.why is None:
+        elif not touched:
             self._recent.append(infra)
             if infra and sum(self._recent) >= THRESHOLD:
                 cause = f", the last: {why.splitlines()[0]}" if why else ""
@@ -75,10 +89,12 @@ class Outage:
 
     def forget(self, attempt: str) -> None:
         """Ignore an attempt that was cancelled."""
+        self._running.pop(attempt, None)
         if attempt == self.probe:
             self.probe = None
 
     def _record_change(self, before: str | None) -> None:
         now = self.why
+        self._over += before is not None and now is None
         if (before is None) != (now is None):
             self.record(entry("run", "resumed" if now is None else "paused", why=now or before))

@@ -22,7 +22,7 @@ class Rules:
     max_attempts: int = 3
     """Failures of a slot after which it is settled and its task is quarantined."""
     max_infra_attempts: int = 10
-    """`infra_error` endings of a slot, outside outages, after which it is settled; no quarantine."""
+    """Failures of a slot without blame, outside outages, after which it is settled; no quarantine."""
     max_stale_retries: int = 2
     max_running: int = 1 << 30
     """Limit of concurrent episodes; a larger group runs alone."""
@@ -47,6 +47,7 @@ class Rules:
             publish_interval=trainer.publish_interval if isinstance(trainer.publish_interval, int) else 1,
             publishes=trainer.publish_interval != "never",
             max_attempts=trainer.max_attempts,
+            max_infra_attempts=trainer.max_infra_attempts,
             max_stale_retries=trainer.max_stale_retries,
             max_running=settings.agent.max_concurrency,
             client_share=trainer.max_client_share,

@@ -42,7 +42,7 @@ class Slot:
     failures: int = 0
     """Failures charged to the task."""
     infra_failures: int = 0
-    """`infra_error` endings outside outages."""
+    """Failures without blame (`infra_error`, or the process of the agent exited) outside outages."""
     issued: int = 0
     """Attempts issued so far."""
     running: str | None = None

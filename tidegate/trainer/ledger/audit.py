@@ -108,6 +108,9 @@ class _LedgerCheck:
         self.finished = False
         self.paused = False
         """Whether an outage pauses the run."""
+        self.quarantined: set[str] = set()
+        self.last_resumed = -1
+        """`seq` of the end of the last outage."""
 
     def report(self, text: str) -> None:
         self.audit.findings.append(text)
@@ -151,12 +154,19 @@ class _LedgerCheck:
             self.finished = True
         elif event in ("paused", "resumed"):
             self.paused = event == "paused"
+            self.last_resumed = line["seq"] if event == "resumed" else self.last_resumed
         elif event == "quarantined":
             self._check_quarantine(line)
+        elif event == "lifted":
+            if line["task"] not in self.quarantined:
+                self.report(f"the quarantine of task {line['task']} was lifted, and it was not quarantined")
+            self.quarantined.discard(line["task"])
 
     def _check_quarantine(self, line: LedgerEntry) -> None:
         """A task may be quarantined only for failures charged to it."""
-        if self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
+        if line.get("outcome") != "infra_error":
+            self.quarantined.add(line["task"])
+        elif self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
             self.report(
                 f"task {line['task']} was quarantined for an infra_error, which is not a failure of the task"
             )
@@ -197,6 +207,8 @@ class _LedgerCheck:
         items[line["id"]] = _Item(line, self.rules)
         if line["kind"] == "attempt":
             self._issue_attempt(line)
+        elif line["task"] in self.quarantined and "index" in line:
+            self.report(f"group {line['id']} was issued for task {line['task']}, which is quarantined")
         elif (old := line.get("replaces")) is not None:
             self._replace(line["id"], old)
 
@@ -228,8 +240,8 @@ class _LedgerCheck:
                 f"{line['kind']} {line['id']} ended as {line['state']!r}, which is no end of an entry"
             )
         item.ended, item.seq = line, line["seq"]
-        if line.get("spared") and not self.paused:
-            self.report(f"attempt {line['id']} was spared outside an outage")
+        if line.get("spared") and not self.paused and self.last_resumed < item.issued["seq"]:
+            self.report(f"attempt {line['id']} was spared, and there was no outage while it ran")
         if line["kind"] == "group" and line["state"] == State.STEPPED:
             self._check_bound(line)
         elif line["kind"] == "group" and line["state"] == State.STALE:
@@ -309,10 +321,12 @@ class _LedgerCheck:
         failures: Counter[tuple[str, int, bool]] = Counter()
         for attempt in self.attempts.values():
             ended = attempt.ended
-            if ended is None or ended["state"] != State.FAILED or ended.get("spared"):
+            if ended is None or ended.get("spared"):
                 continue
-            if (outcome := ended.get("outcome")) not in ("completed", "truncated"):
-                infra = outcome == "infra_error"
+            lost = ended.get("lost", False)
+            failed = ended["state"] == State.FAILED and ended.get("outcome") not in ("completed", "truncated")
+            if failed or lost:
+                infra = lost or ended.get("outcome") == "infra_error"
                 failures[attempt.issued["group"], attempt.issued["slot"], infra] += 1
         for (group, slot, infra), number in failures.items():
             rules = self.groups[group].rules if group in self.groups else self.rules

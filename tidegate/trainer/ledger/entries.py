@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Literal, TypedDict, cast
 
+from tidegate.types import Outcome
+
 
 class State(StrEnum):
     """State of an attempt or a group. An attempt or group has ended in every state but `live`.
@@ -38,7 +40,8 @@ class LedgerEntry(TypedDict, total=False):
       batch had groups in no step that was taken; if `stale` also `version` (against which it was too stale),
       `oldest`, `newest`, `staleness`; if it was leased also `solved`, of `episodes` with a reward
     * attempt issued: `group`, `slot`, `number` (1 for the first of a slot)
-    * attempt ended: `state`, `outcome`, `why`, and `spared` if it failed in an outage and is not charged
+    * attempt ended: `state`, `outcome`, `why`; `spared` if an outage was in progress while it ran, so that
+      its failure is charged to no budget; `lost` if the run's own process that ran its agent exited
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
     * run quarantined / lifted: `task`, `why`
     * run promoted: `version`, `step`, `why`, and the figures of its test: `reward` and `episodes` of the
@@ -95,9 +98,19 @@ class LedgerEntry(TypedDict, total=False):
     outcome: str | None
     why: str | None
     spared: bool
+    lost: bool
     epoch: int
     position: int | None
     rules: dict[str, Any]
+
+
+def failure_cause(outcome: str, *, spared: bool) -> str:
+    """Return the cause of a failed attempt in metrics: its outcome, and whether an outage touched it.
+
+    `worker_lost` is the cause of an attempt that is `cancelled` because its process exited.
+    """
+    cause = "worker_lost" if outcome == Outcome.CANCELLED else str(outcome)
+    return f"{cause}_in_outage" if spared else cause
 
 
 def entry(kind: Kind, event: Any, **fields: Any) -> LedgerEntry:

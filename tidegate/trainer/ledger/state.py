@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.errors import LedgerError
-from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry, failure_cause
 from tidegate.trainer.ledger.ledger import read_ledger
 from tidegate.types import Outcome
 
@@ -30,6 +30,10 @@ class LedgerItem:
     """`seq` of the entry of its end."""
     outcome: str | None = None
     why: str | None = None
+    spared: bool = False
+    """An outage touched the attempt: its failure is charged to no budget."""
+    worker_lost: bool = False
+    """The attempt was cancelled because the process that ran its agent exited."""
     step: int | None = None
     version: int | None = None
     oldest: int | None = None
@@ -43,6 +47,14 @@ class LedgerItem:
     """It ended after the marker that a later start resumed from."""
     rolled_back: bool = False
     """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
+
+    @property
+    def cause(self) -> str | None:
+        """Cause of an attempt's failure (`failure_cause`); None if it did not fail."""
+        failed = self.state is State.FAILED and self.outcome not in (Outcome.COMPLETED, Outcome.TRUNCATED)
+        if self.outcome is None or not (failed or self.worker_lost):
+            return None
+        return failure_cause(self.outcome, spared=self.spared)
 
     def final(self, committed: float = math.inf) -> State:
         """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
@@ -159,6 +171,10 @@ class LedgerState:
         members = self.members(group).items()
         return {item.issued["slot"]: name for name, item in members if item.state is State.LIVE}
 
+    def failures(self) -> Counter[str]:
+        """Count the failed attempts by cause."""
+        return Counter(cause for item in self.attempts.values() if (cause := item.cause) is not None)
+
     def counts(self, items: Mapping[str, LedgerItem], committed: float = math.inf) -> Counter[State]:
         """Count items by their final state, if the newest marker is at the position `committed`."""
         return Counter(item.final(committed) for item in items.values())
@@ -167,6 +183,7 @@ class LedgerState:
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
     item.state, item.ended_at, item.lost = state, line.get("seq", -1), False
     item.outcome, item.why = line.get("outcome"), line.get("why")
+    item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)
     item.step, item.version = line.get("step"), line.get("version")
     item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
     item.solved, item.episodes = line.get("solved"), line.get("episodes", 0)

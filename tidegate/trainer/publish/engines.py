@@ -38,6 +38,8 @@ class EngineMembership:
         """Members that have loaded a version but have not been enabled yet."""
         self.reserved: set[str] = set()
         """Members that serve a candidate version, and not the current one."""
+        self.pinned: set[str] = set()
+        """Reserved members that get no publish, so that an evaluation samples from one version."""
         self._provisional: set[str] = set()
         """Members that are rejected unless the next publish can update them."""
         self._work: dict[str, asyncio.Task[None]] = {}
@@ -49,8 +51,9 @@ class EngineMembership:
         self._group: asyncio.TaskGroup | None = None
 
     def urls(self) -> list[str]:
-        """Return all control addresses."""
-        return [address for control in self._members.values() for address in control]
+        """Return the control addresses of the engines that versions are published to."""
+        members = self._members.items()
+        return [address for url, control in members if url not in self.pinned for address in control]
 
     async def open(self, urls: Sequence[str]) -> None:
         """Add the initial engines, which have the current version.

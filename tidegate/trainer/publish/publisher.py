@@ -67,6 +67,8 @@ class Publisher:
     """Delivers a directory to the engine at a URL; returns its path there. Raises StartError, OSError."""
     in_outage: Callable[[], bool] = lambda: False
     """Whether to retry beyond `retry_s`: an outage has a limit of its own."""
+    kept: Path | None = None
+    """Directory of a published version that is not removed."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     _pending: set[str] = field(default_factory=set)
@@ -269,4 +271,5 @@ class Publisher:
             shutil.rmtree(candidate, ignore_errors=True)
         published = sorted(self.directory.glob("v*"), key=lambda path: (len(path.name), path.name))
         for old in published[:-KEPT_VERSIONS]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != self.kept:
+                shutil.rmtree(old, ignore_errors=True)

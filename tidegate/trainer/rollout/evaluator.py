@@ -1,8 +1,8 @@
 """Evaluation: runs the agent on held-out tasks through the same gateway.
 
 `eval/reward` is the mean reward with training sampling, `eval/reward_greedy` that at temperature 0, and
-`eval/reward_<set>` that of a further held-out set. Failed episodes are excluded from means and counted in
-`eval/failed`.
+`eval/reward_<set>` that of a further held-out set. A suite (`eval.suites`) has `eval/<suite>/reward`. Failed
+episodes are excluded from means and counted in `eval/failed` and `eval/<suite>/failed`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
+from tidegate.settings.evaluation import EvalSettings, EvalSuite
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
@@ -28,8 +29,12 @@ from tidegate.types import Outcome, Sampling, Task, Trajectory
 GREEDY = 0.0
 GREEDY_SET = "greedy"
 """Reserved: the name of no held-out set."""
+SUITE = "suite/"
+"""Before the name of a suite, where the name of an evaluation set is expected."""
+Plan = list[tuple[str, str, list[Task]]]
+"""Parts of an evaluation: evaluation set, mode (`sampled` or `greedy`), tasks."""
 Episode = tuple[str, str, Trajectory]
-"""Evaluation set, mode (`sampled` or `greedy`), trajectory."""
+"""Evaluation set, mode, trajectory."""
 
 
 @dataclass(slots=True)
@@ -65,19 +70,53 @@ class Evaluator:
                 "has the main set at temperature 0: give it another name in eval_sets()"
             )
 
+        check_suites(self.settings.eval, self.sets)
+
     async def full(self, step: int) -> Evaluation:
-        """Evaluate every held-out set sampled, and the main one also greedily."""
+        """Evaluate every held-out set sampled, the main one also greedily, and every suite."""
+        return await self._evaluate(step, self._full() + self._suites(lambda suite: True))
+
+    def due(self, step: int) -> bool:
+        """Return whether there is an evaluation after a step between the first and the last."""
+        return bool(self._interim(step))
+
+    async def interim(self, step: int, version: int | None = None) -> Evaluation | None:
+        """Evaluate what is due between the first and the last step; None if nothing is.
+
+        This is the main held-out set, sampled, with fewer tasks, and the suites. If the main set reaches
+        `trainer.until`, all sets are evaluated as in `full`.
+
+        Args:
+            step: Step of the evaluated weights.
+            version: The version that engines of its own have; an episode with tokens of another counts as
+                failed. None: all engines serve it.
+        """
+        plan = self._interim(step)
+        if not plan:
+            return None
+        evaluation = await self._evaluate(step, plan, version=version)
+        if not self.settings.trainer.reached(evaluation.metrics):
+            return evaluation
+        suites = [part for part in plan if part[0].startswith(SUITE)]
+        return await self._evaluate(step, self._full() + suites, version=version)
+
+    def _interim(self, step: int) -> Plan:
+        plan = self._suites(lambda suite: _due(suite.every, step))
+        if _due(self.settings.eval.every, step):
+            plan.insert(0, ("", "sampled", self.sets[""][: self.settings.eval.interim_tasks]))
+        return plan
+
+    def _full(self) -> Plan:
         count = self.settings.eval.tasks
         plan = [(name, "sampled", tasks[:count]) for name, tasks in self.sets.items()]
-        plan.append(("", "greedy", self.sets[""][:count]))
-        return await self._evaluate(step, plan)
+        return [*plan, ("", "greedy", self.sets[""][:count])]
 
-    async def interim(self, step: int) -> Evaluation:
-        """Evaluate the main held-out set, sampled, with fewer tasks. Evaluate as `full` if that reaches
-        `trainer.until`."""
-        plan = [("", "sampled", self.sets[""][: self.settings.eval.interim_tasks])]
-        evaluation = await self._evaluate(step, plan)
-        return await self.full(step) if self.settings.trainer.reached(evaluation.metrics) else evaluation
+    def _suites(self, chosen: Callable[[EvalSuite], bool]) -> Plan:
+        return [
+            (SUITE + name, "greedy" if suite.greedy else "sampled", self.sets[suite.set][: suite.tasks])
+            for name, suite in self.settings.eval.suites.items()
+            if chosen(suite)
+        ]
 
     async def rewards(self, step: int, version: int | None) -> list[float]:
         """Evaluate as `interim`, without a record.
@@ -102,9 +141,10 @@ class Evaluator:
     async def _evaluate(
         self,
         step: int,
-        plan: Sequence[tuple[str, str, list[Task]]],
+        plan: Plan,
         *,
         candidate: bool = False,
+        version: int | None = None,
         save: bool = True,
     ) -> Evaluation:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
@@ -115,7 +155,12 @@ class Evaluator:
         async def run(name: str, mode: str, number: int, task: Task) -> Episode | None:
             async with gate:
                 trajectory = await self._episode(
-                    f"eval{step}/{name or 'main'}/{mode}/{number}", mode, task, reasons, step > 0, candidate
+                    f"eval{step}/{name or 'main'}/{mode}/{number}",
+                    mode,
+                    task,
+                    reasons,
+                    step > 0,
+                    candidate or version is not None,
                 )
             self._done += 1
             self.last_progress = time.monotonic()
@@ -138,7 +183,9 @@ class Evaluator:
         episodes = [result for result in ended if isinstance(result, tuple)]
         if save:
             self.save(step, episodes)
-        metrics = _metrics(plan, episodes, len(planned)) | {"eval/seconds": time.monotonic() - began}
+        if version is not None:
+            episodes = [episode for episode in episodes if _sampled_from(version, episode[2], reasons)]
+        metrics = _metrics(plan, episodes) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
     async def _wait(self, running: list[asyncio.Task[Episode | None]]) -> None:
@@ -183,21 +230,46 @@ class Evaluator:
         return trajectory
 
 
+def check_suites(settings: EvalSettings, sets: Mapping[str, Sequence[Task]]) -> None:
+    """Raises ConfigError if a suite is of a held-out set that the environment does not have."""
+    for name, suite in settings.suites.items():
+        if suite.set not in sets:
+            known = ", ".join(map(repr, sets))
+            raise ConfigError(
+                f"eval.suites.{name}.set = {suite.set!r} is no held-out set of the environment, "
+                f"which has {known}: correct it"
+            )
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 def _versions(trajectory: Trajectory) -> list[int]:
     """Return the policy versions of a trajectory's tokens."""
     return [version for turn in trajectory.turns for version, _, _ in turn.version_spans]
 
 
-def _metrics(
-    plan: Sequence[tuple[str, str, list[Task]]], episodes: list[Episode], planned: int
-) -> dict[str, float]:
+def _sampled_from(version: int, trajectory: Trajectory, reasons: Counter[str]) -> bool:
+    """Return whether all tokens are of this version; otherwise count the failure."""
+    if set(_versions(trajectory)) <= {version}:
+        return True
+    reasons[f"tokens of other versions than {version}, as its engine was lost"] += 1
+    return False
+
+
+def _metrics(plan: Plan, episodes: list[Episode]) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for name, mode, _ in plan:
+    for name, mode, tasks in plan:
         rewards = [t.reward for s, m, t in episodes if (s, m) == (name, mode) and t.reward is not None]
-        key = "eval/reward" + (f"_{name}" if name else "") + ("_greedy" if mode == "greedy" else "")
+        suite = name.removeprefix(SUITE) if name.startswith(SUITE) else None
+        place = "eval/" if suite is None else f"eval/{suite}/"
+        tail = (f"_{name}" if name else "") + ("_greedy" if mode == "greedy" else "") if suite is None else ""
         if rewards:
-            metrics[key] = float(np.mean(rewards))
-            metrics[key.replace("reward", "episodes")] = float(len(rewards))
+            metrics[f"{place}reward{tail}"] = float(np.mean(rewards))
+            metrics[f"{place}episodes{tail}"] = float(len(rewards))
+        failed = f"{place}failed"
+        metrics[failed] = metrics.get(failed, 0.0) + len(tasks) - len(rewards)
     unparseable = [
         t.metrics["unparseable"]
         for s, m, t in episodes
@@ -205,7 +277,6 @@ def _metrics(
     ]
     if unparseable:
         metrics["eval/unparseable"] = float(np.mean(unparseable))
-    metrics["eval/failed"] = float(planned - sum(t.reward is not None for _, _, t in episodes))
     versions = [version for _, _, trajectory in episodes for version in _versions(trajectory)]
     if versions:
         metrics["eval/version_min"], metrics["eval/version_max"] = float(min(versions)), float(max(versions))

@@ -177,7 +177,7 @@ class Rollout:
             await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
 
     def _backoff_s(self, slot: Slot, outcome: Outcome) -> float:
-        if outcome is Outcome.INFRA_ERROR:
+        if outcome.blameless:
             return backoff_s(slot.infra_failures, self._jitter, INFRA_BACKOFF_MAX_S)
         return backoff_s(slot.failures, self._jitter)
 

@@ -227,7 +227,7 @@ def evaluations(run: FollowedRun) -> Wire:
     with run.lock:
         last = run.files.last("step")
         rows = {
-            int(row["step"]): {key: row[key] for key in row if key.startswith("eval/")}
+            int(row.get("eval/step", row["step"])): {key: row[key] for key in row if key.startswith("eval/")}
             for row in run.files.rows
             if any(key.startswith("eval/") for key in row)
         }

@@ -219,6 +219,22 @@ async def test_who_left_gets_no_more_versions_and_may_join_again() -> None:
         assert world.machines["new"].loads == [0, 1]
 
 
+async def test_a_pinned_engine_keeps_its_version_until_it_is_released() -> None:
+    async with running() as world:
+        await world.join("new")
+        await world.until(lambda: world.serves("new"))
+        world.engines.reserved.add("new")
+        world.engines.pinned.add("new")
+        await world.admit_engine("new", False)
+        await world.publish()
+        await world.publish()
+        assert world.machines["new"].loads == [0]
+        world.engines.pinned.clear()
+        await world.engines.release()
+        await world.until(lambda: world.serves("new"))
+        assert world.machines["new"].loads == [0, 2]
+
+
 async def test_one_that_refuses_the_weights_is_refused_with_its_reason() -> None:
     async with running() as world:
         world.machines["new"] = Machine("default", fault=EngineError("its model is another one"))

@@ -233,11 +233,14 @@ async def test_the_last_two_published_are_kept(
 ) -> None:
     """Also of those that the run published before it was resumed."""
     (tmp_path / "v000000").mkdir()
-    for version in range(1, 5):
+    for version in range(1, 7):
         for engine in engines:
             engine.calls.clear()
         await stage.publisher.publish(version)
-    assert sorted(os.listdir(tmp_path)) == ["v000003", "v000004"]
+        if version == 4:
+            assert sorted(os.listdir(tmp_path)) == ["v000003", "v000004"]
+            stage.publisher.kept = tmp_path / "v000003"
+    assert sorted(os.listdir(tmp_path)) == ["v000003", "v000005", "v000006"], "one is evaluated"
 
 
 async def test_a_failed_save_touches_no_engine(stage: Stage, engines: list[ControlEngine]) -> None:
