@@ -69,9 +69,9 @@ def rows(path: Path, count: int, **more: Any) -> str:
     return str(path)
 
 
-async def cli(*words: str, **more: Any) -> tuple[int, str, str]:
+async def cli(*words: str) -> tuple[int, str, str]:
     """The command in a process of its own: exit code, stdout, stderr."""
-    process = await start(*words, **more)
+    process = await start(*words)
     try:
         out, err = await asyncio.wait_for(process.communicate(), 100)
     finally:
@@ -80,10 +80,10 @@ async def cli(*words: str, **more: Any) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def start(*words: str, **more: Any) -> asyncio.subprocess.Process:
+async def start(*words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "eval", *words,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **more},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
