@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -16,6 +17,9 @@ settings.load_profile("shared_cores")
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
+    # Several hundred processes import the package, which must not be compiled for each of them.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Each new HTTP client reads the certificates of all authorities, which takes 30 ms of CPU time; the tests
     # call local servers only.
     file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - closed after the tests

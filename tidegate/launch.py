@@ -17,7 +17,7 @@ from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
-from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.preflight import check_engines, check_port, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.rollout.evaluator import check_suites
@@ -95,8 +95,14 @@ class Launch:
         if start is not None:
             start.lift_quarantine = lift_quarantine
         check_writable(settings.run_dir)
+        if isinstance(provider, LocalProcesses) and settings.gateway.url is None:
+            check_port(settings.gateway.host, settings.gateway.port)
         check_engines(settings.engine.urls)
-        from tidegate.trainer.run import Run  # after the checks, because importing torch takes seconds
+        # After the checks, because importing torch and the trainer takes seconds.
+        from tidegate.devices import find_device
+
+        find_device("trainer.device", settings.trainer.device)
+        from tidegate.trainer.run import Run
 
         if fresh:
             set_aside(settings.run_dir)

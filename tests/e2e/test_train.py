@@ -6,66 +6,86 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.documented import documented, unexplained
+from tests.e2e.nosy import check_secrecy, nosy
 from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
+from tests.unprivileged import unprivileged
 from tidegate.trainer.ledger.ledger import read_ledger
 
 
-@pytest.mark.timeout(300)  # two runs with their processes, and evaluations
-def test_a_small_run_from_begin_to_end_then_resumed(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)  # three starts of a run with its processes, and evaluations
+def test_a_small_run_is_interrupted_goes_on_to_its_target_and_then_to_its_last_step(tmp_path: Path) -> None:
     run_dir = tmp_path / "small"
-    with training(run_dir, "--trainer.steps=4", "--eval.every=2") as run:
+    rarely = ["--trainer.checkpoint_every=1000", "--eval.every=1000"]
+    settings = [nosy(tmp_path, run_dir), "--trainer.steps=1000", *rarely]
+    with training(run_dir, *settings, before=unprivileged) as run:
+        run.until_step(2)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output()
+        assert "--resume" in run.output()
+    last = metrics(run_dir)[-1]["step"]
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 4 * audit.steps
+    assert audit.steps >= last
+    assert audit.groups["live"] == audit.groups["stepped"] == 0
+    for child in ("engine", "gateway"):
+        assert gone(run.owned(child))
+    check_secrecy(tmp_path, run_dir)
+
+    # Every reward reaches 0: the run ends at the next evaluation.
+    with training(run_dir, "--resume", "--trainer.steps=1000", "--eval.every=1", "--trainer.until=0") as run:
         assert run.wait() == 0, run.output()
+    assert "reached trainer.until = 0" in " ".join(run.output().split())
+    reached = metrics(run_dir)[-1]
+    assert (reached["step"], reached["eval/episodes"]) == (audit.steps + 1, 16), "confirmed on all tasks"
+    audit = held(run_dir)
+    assert audit.groups["trained"] == 4 * audit.steps == 4 * reached["step"]
+    ((code, said),) = tidegates(["train", f"{run_dir}/config.toml", "--resume"])
+    assert (code, "reached trainer.until = 0" in said) == (0, True), said
+    check_best(run_dir)
+
+    end = int(reached["step"]) + 2
+    curriculum = "--trainer.curriculum.name=difficulty"
+    with training(run_dir, "--resume", f"--trainer.steps={end}", "--eval.every=2", curriculum) as run:
+        assert run.wait() == 0, run.output()
+    assert f"trainer.steps 1000 → {end}" in " ".join(run.output().split())
+    assert "checkpoints/best" in "".join(run.output().split())
     lines = metrics(run_dir)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [line["step"] for line in lines] == list(range(end + 1))
+    assert lines[-1]["version"] > reached["version"] + 2, "the restored weights got a version of their own"
     assert {"eval/reward", "eval/reward_greedy", "eval/reward_unseen_templates"} <= set(lines[0])
     assert {"eval/reward", "eval/reward_greedy"} <= set(lines[-1])
     assert max(line["staleness/max"] for line in lines[1:]) <= 2
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3
     every_key_is_documented_and_there(lines)
-    audit = held(run_dir)
-    assert (audit.groups["trained"], audit.attempts["trained"]) == (16, 64)
-    assert audit.groups["stepped"] == audit.groups["live"] == 0
-    assert (run_dir / "report.html").exists()
-    assert (run_dir / "reward.png").exists()
-    assert (run_dir / "checkpoints" / "step_4" / "COMMITTED").exists()
-    best = best_of(run_dir)
-    rewards = {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
-    assert best["eval/reward"] == max(rewards.values()) == rewards[best["step"]]
-    assert "checkpoints/best" in "".join(run.output().split())
-    for child in ("engine", "gateway"):
-        assert gone(run.owned(child))
-
-    curriculum = "--trainer.curriculum.name=difficulty"
-    with training(run_dir, "--trainer.steps=6", "--resume", curriculum) as run:
-        assert run.wait() == 0, run.output()
-    assert "trainer.steps 4 → 6" in " ".join(run.output().split())
-    lines = metrics(run_dir)
     assert 0 < lines[-1]["curriculum/informative"] <= 1
     assert lines[-1]["curriculum/skipped"] >= 0
-    assert unexplained(lines[-1]) == set()
+    audit = held(run_dir)
+    assert (audit.groups["trained"], audit.attempts["trained"]) == (4 * end, 16 * end)
+    assert audit.groups["stepped"] == audit.groups["live"] == 0
     ended = [one for one in read_ledger(run_dir / "ledger.jsonl") if one.get("state") == "filtered"]
     alike = [one["solved"] in (0, one["episodes"]) for one in ended if one["kind"] == "group"]
     counted = lines[-1]["groups/filtered_solved"] + lines[-1]["groups/filtered_failed"]
     assert (all(alike), counted) == (True, lines[-1]["groups/filtered"])
-    assert best_of(run_dir)["eval/reward"] == max(lines[-1]["eval/reward"], best["eval/reward"])
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
-    assert lines[-1]["version"] > lines[4]["version"] + 1, "the restored weights got a version of their own"
-    assert held(run_dir).groups["trained"] == 24
+    assert (run_dir / "report.html").exists()
+    assert (run_dir / "reward.png").exists()
+    assert (run_dir / "checkpoints" / f"step_{end}" / "COMMITTED").exists()
+    check_best(run_dir)
 
     before = (run_dir / "ledger.jsonl").read_bytes()
-    code, said = tidegate("train", f"{run_dir}/config.toml", "--resume", torch=False)
-    assert (code, "has taken 6 steps" in said) == (0, True), said
-    assert (run_dir / "ledger.jsonl").read_bytes() == before
     other = "--model.path=examples/search_base/model"
-    code, said = tidegate(
-        "train", f"{run_dir}/config.toml", "--resume", "--trainer.steps=8", other, torch=False
+    complete, another = tidegates(
+        ["train", f"{run_dir}/config.toml", "--resume"],
+        ["train", f"{run_dir}/config.toml", "--resume", f"--trainer.steps={end + 2}", other],
     )
-    assert (code, "began with examples/tiny_base/model" in said) == (2, True), said
+    assert (complete[0], f"has taken {end} steps" in complete[1]) == (0, True), complete
+    assert (run_dir / "ledger.jsonl").read_bytes() == before
+    assert (another[0], "began with examples/tiny_base/model" in another[1]) == (2, True), another
 
 
 def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
@@ -78,38 +98,12 @@ def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
         assert {key for key in when if when[key] in known} <= line.keys()
 
 
-def best_of(run_dir: Path) -> dict[str, float]:
+def check_best(run_dir: Path) -> None:
     place = run_dir / "checkpoints" / "best"
     assert (place / "model.safetensors").exists()
-    found: dict[str, float] = json.loads((place / "best.json").read_text())
-    return found
-
-
-def test_ctrl_c_commits_and_the_run_can_go_on(tmp_path: Path) -> None:
-    run_dir = tmp_path / "interrupted"
-    with training(
-        run_dir, "--trainer.steps=1000", "--trainer.checkpoint_every=1000", "--eval.every=1000"
-    ) as run:
-        run.until_step(2)
-        run.interrupt()
-        assert run.wait(60) == 130, run.output()
-        assert "--resume" in run.output()
-    last = metrics(run_dir)[-1]["step"]
-    audit = held(run_dir)
-    assert audit.groups["trained"] == 4 * audit.steps
-    assert audit.steps >= last
-    assert audit.groups["live"] == audit.groups["stepped"] == 0
-
-    # Every reward reaches 0: the run ends at the next evaluation.
-    with training(run_dir, "--resume", "--trainer.steps=1000", "--eval.every=1", "--trainer.until=0") as run:
-        assert run.wait() == 0, run.output()
-    assert "reached trainer.until = 0" in " ".join(run.output().split())
-    *_, line = metrics(run_dir)
-    assert (line["step"], line["eval/episodes"]) == (audit.steps + 1, 16), "confirmed on all tasks"
-    audit = held(run_dir)
-    assert audit.groups["trained"] == 4 * audit.steps == 4 * line["step"]
-    code, said = tidegate("train", f"{run_dir}/config.toml", "--resume", torch=False)
-    assert (code, "reached trainer.until = 0" in said) == (0, True), said
+    best = json.loads((place / "best.json").read_text())
+    rewards = {line["step"]: line["eval/reward"] for line in metrics(run_dir) if "eval/reward" in line}
+    assert best["eval/reward"] == max(rewards.values()) == rewards[best["step"]]
 
 
 @pytest.mark.slow
@@ -160,85 +154,82 @@ def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
     assert held(tmp_path / "run").groups.total() == 0, "it was found out before the first group"
 
 
-def tidegate(*arguments: str, torch: bool = True) -> tuple[int, str]:
-    """Exit code and stderr of a verb; with `torch=False`, torch cannot be imported."""
-    code = "import sys\n" + ("" if torch else "sys.modules['torch'] = None\n")
-    code += "from tidegate.cli import main\nsys.exit(main())"
+TOGETHER = """
+import contextlib, io, json, sys
+if sys.argv[2] == "without torch":
+    sys.modules["torch"] = None
+from tidegate.cli import main
+results = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        code = main(arguments)
+    results.append((code, said.getvalue()))
+print(json.dumps(results))
+"""
+
+
+def tidegates(*commands: Sequence[str], torch: bool = False) -> list[tuple[int, str]]:
+    """Exit code and stderr of each command, one after the other in one process, where torch cannot be
+    imported unless `torch`."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=REPO, capture_output=True, text=True, env=ENVIRONMENT, timeout=100,
+        [sys.executable, "-c", TOGETHER, json.dumps(commands), "with torch" if torch else "without torch"],
+        cwd=REPO, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=100,
     )  # fmt: skip
-    return done.returncode, done.stderr
+    assert done.returncode == 0
+    return [(code, said) for code, said in json.loads(done.stdout.splitlines()[-1])]
 
 
 DEMO = "examples/demo/config.toml"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--trainer.max_stalness", "2"], 2, "did you mean 'trainer.max_staleness'?"),
-        (["--trainer.min_group_size", "9"], 2, "min_group_size = 9 is more than group_size = 8"),
-        (["--model.path", "nowhere"], 3, "nowhere: there is no such directory"),
-        (["--model.path", "examples/demo"], 3, "config.json is missing"),
-        (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
-        (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
-        (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
-        (["--run.dir", "Makefile"], 3, "run.dir = Makefile: cannot write Makefile/demo: "),
-        (["--run.name", "../x"], 2, "must be the name of a directory in run.dir"),
-        (["--engine.urls", '["http://127.0.0.1:9"]'], 3, "engine.urls: no engine answers at"),
-    ],
-)
-def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(
-    tmp_path: Path, arguments: list[str], code: int, words: str
-) -> None:
-    found, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", *arguments, torch=False)
-    assert (found, words in said, "Traceback" in said) == (code, True, False), said
+WRONG: list[tuple[list[str], int, str]] = [
+    (["--trainer.max_stalness", "2"], 2, "did you mean 'trainer.max_staleness'?"),
+    (["--trainer.min_group_size", "9"], 2, "min_group_size = 9 is more than group_size = 8"),
+    (["--model.path", "nowhere"], 3, "nowhere: there is no such directory"),
+    (["--model.path", "examples/demo"], 3, "config.json is missing"),
+    (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
+    (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
+    (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),
+    (["--run.dir", "Makefile"], 3, "run.dir = Makefile: cannot write Makefile/demo: "),
+    (["--run.name", "../x"], 2, "must be the name of a directory in run.dir"),
+    (["--engine.urls", '["http://127.0.0.1:9"]'], 3, "engine.urls: no engine answers at"),
+]
+
+
+def test_a_wrong_setting_is_one_clear_sentence_before_torch_is_imported(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wrong = [*WRONG, (["--gateway.port", str(port)], 3, f"cannot listen on 127.0.0.1:{port}: ")]
+        place = f"--run.dir={tmp_path}"
+        results = tidegates(*(["train", DEMO, place, *arguments] for arguments, _, _ in wrong))
+    for (arguments, code, words), (found, said) in zip(wrong, results, strict=True):
+        assert (found, words in said, said.count("\n")) == (code, True, 1), (arguments, said)
     assert list(tmp_path.iterdir()) == [], "nothing was written"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["train", DEMO], ["engine", "--model.path=examples/tiny_base/model"], ["replay", "RUN"]]
-)
-def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path, arguments: list[str]) -> None:
+def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\npath = "examples/tiny_base/model"\n')
     (tmp_path / "ledger.jsonl").touch()
-    place = [f"--run.dir={tmp_path}"] if arguments[0] == "train" else []
-    words = [str(tmp_path) if one == "RUN" else one for one in arguments]
-    code, said = tidegate(*words, *place, torch=False)
+    engine = ["engine", "--model.path=examples/tiny_base/model"]
+    commands = [["train", DEMO, f"--run.dir={tmp_path}"], engine, ["replay", str(tmp_path)]]
     needs = "needs torch, which is not installed: pip install 'tidegate[train]'"
-    assert (code, said) == (3, f"tidegate: `tidegate {words[0]}` {needs}\n")
+    for command, result in zip(commands, tidegates(*commands), strict=True):
+        assert result == (3, f"tidegate: `tidegate {command[0]}` {needs}\n")
 
 
 def test_a_device_that_is_not_there_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--trainer.device=cuda:77")
+    command = ["train", DEMO, f"--run.dir={tmp_path}", "--trainer.device=cuda:77"]
+    ((code, said),) = tidegates(command, torch=True)
     assert (code, "trainer.device = 'cuda:77': " in said, "Traceback" in said) == (3, True, False), said
     assert "This machine has: cpu" in said
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with training(tmp_path / "run", f"--gateway.port={port}") as run:
-            assert run.wait() == 3, run.output()
-        assert f"cannot listen on 127.0.0.1:{port}" in " ".join(run.output().split())
-
-
-def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
+def test_directories_that_hold_a_run_and_none(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "ledger.jsonl").write_text("")
-    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", torch=False)
-    assert code == 2
-    assert "--resume" in said
-    code, said = tidegate("train", DEMO, f"--run.dir={tmp_path}", "--run.name=other", "--resume", torch=False)
-    assert code == 2
-    assert "holds no run to resume" in said
-
-
-def test_audit_of_a_directory_that_is_no_run(tmp_path: Path) -> None:
-    code, said = tidegate("audit", str(tmp_path))
-    assert code != 0
-    assert "Traceback" not in said
+    train = ["train", DEMO, f"--run.dir={tmp_path}"]
+    used, none, audit = tidegates(train, [*train, "--run.name=other", "--resume"], ["audit", str(tmp_path)])
+    assert (used[0], "--resume" in used[1]) == (2, True), used
+    assert (none[0], "holds no run to resume" in none[1]) == (2, True), none
+    assert (audit[0] != 0, "Traceback" in audit[1]) == (True, False), audit

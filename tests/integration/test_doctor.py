@@ -1,10 +1,13 @@
 """`tidegate doctor` finds planted faults and names each, with a real gateway, agents' process and openai SDK.
 
-A fake engine serves the cases that need a certain reply of the model, or a certain fault of the engine.
+A fake engine serves the cases that need a certain reply of the model, or a certain fault of the engine. Where
+the processes of the gateway and the environment do not matter, the gateway is in the test's process.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
@@ -18,11 +21,19 @@ from typing import Any
 import pytest
 
 from tests.fakes import FakeEngine, Fault
+from tests.local_rewards import LocalRewards
+from tests.serving import served
 from tidegate.config import Settings
 from tidegate.doctor.doctor import Examination
 from tidegate.doctor.findings import Finding, Level
+from tidegate.envs.rewards import exact_answer
+from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.http.app import create_app
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
+from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.types import Message, Scored, Task, Trajectory
 
 GOOD_AGENT = """
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {
@@ -101,11 +112,54 @@ class Patient:
         return {one.code: one for one in findings if one.level is not Level.OK}
 
 
+class Exact:
+    """The reward of `ENV`."""
+
+    names = ("exact",)
+
+    def score(self, task: Task, _: Trajectory, output: str | None, messages: list[Message]) -> Scored:
+        reward = exact_answer(output, task.answer)
+        return Scored(reward, {"exact": reward})
+
+
+class GatewayHere:
+    """Stands for the gateway's process."""
+
+    def __init__(self, settings: Settings, _: Path, keys: dict[str, str], journal: None) -> None:
+        self.gateway = Gateway(
+            GatewayOptions(
+                model=settings.model.path,
+                admin_key=keys["admin_key"],
+                tool_parser=settings.gateway.tool_parser,
+                environments=LocalRewards({"env": Exact()}),
+            )
+        )
+        self.stack = contextlib.AsyncExitStack()
+
+    async def start(self) -> str:
+        return await self.stack.enter_async_context(served(create_app(self.gateway)))
+
+    async def stop(self) -> None:
+        await self.stack.aclose()
+
+
+@pytest.fixture
+def processes() -> None:
+    """Marks tests with a process of the gateway and of its environment."""
+
+
+@pytest.fixture(autouse=True)
+def gateway_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "processes" not in request.fixturenames:
+        monkeypatch.setattr(LocalProcesses, "gateway", staticmethod(GatewayHere))
+
+
 @pytest.fixture
 def patient(tmp_path: Path, engine: FakeEngine, renderer: Renderer) -> Patient:
     return Patient(tmp_path, engine, renderer)
 
 
+@pytest.mark.usefixtures("processes")
 async def test_nothing_is_wrong_with_what_is_well(patient: Patient) -> None:
     patient.says(CALL)
     patient.says("#### 2")
@@ -331,6 +385,7 @@ async def test_an_engine_that_fails_in_the_episode(patient: Patient) -> None:
 # -- rewards and ports, found together with the rest
 
 
+@pytest.mark.usefixtures("processes")
 async def test_a_reward_that_fails_only_on_what_the_agent_says(patient: Patient) -> None:
     patient.env = ENV.replace("exact_answer)", "lambda output, answer: 1 / (output != 'So 7') + len(output))")
     patient.says("So 7")
@@ -338,6 +393,7 @@ async def test_a_reward_that_fails_only_on_what_the_agent_says(patient: Patient)
     assert "'exact' raised ZeroDivisionError" in found["reward_failed"].text
 
 
+@pytest.mark.usefixtures("processes")
 async def test_a_port_that_is_taken_hides_nothing_else(patient: Patient) -> None:
     patient.agent = "async def agent(task, session): return '#### 2'"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -347,7 +403,24 @@ async def test_a_port_that_is_taken_hides_nothing_else(patient: Patient) -> None
     assert "the port is taken" in found["port_taken"].text
 
 
-# -- the command, with the embedded engine
+# -- the command
+
+
+async def test_the_command_tells_in_words_and_ends_with_1(
+    tmp_path: Path, engine: FakeEngine, renderer: Renderer
+) -> None:
+    (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
+    engine.replies.append(renderer.encode("It is 12 + 30 of them."))
+    words = ["--agent.use", "mine.py:agent", f'--engine.urls=["{engine.url}"]']
+    check_words(await asyncio.to_thread(doctor, *words, cwd=tmp_path), "gateway.log")
+
+
+def check_words(done: subprocess.CompletedProcess[str], log: str) -> None:
+    assert done.returncode == 1
+    assert "ERROR    your agent raised KeyError: 'knowledge'" in done.stdout
+    assert "\n1 error" in done.stdout
+    logs = Path(done.stdout.strip().rpartition("logs: ")[2])
+    assert (logs / log).is_file()
 
 
 def doctor(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -374,11 +447,8 @@ def test_the_command_is_well_by_itself(tmp_path: Path) -> None:
     assert list(tmp_path.glob("tidegate-doctor-*")) == []  # nothing is left behind
 
 
-def test_the_command_tells_in_words_and_ends_with_1(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_command_tells_in_words_with_an_engine_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
-    done = doctor("--agent.use", "mine.py:agent", "--sampling.max_tokens", "8", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "ERROR    your agent raised KeyError: 'knowledge'" in done.stdout
-    assert "\n1 error" in done.stdout
-    logs = Path(done.stdout.strip().rpartition("logs: ")[2])
-    assert (logs / "engine.log").is_file()
+    words = ["--agent.use", "mine.py:agent", "--sampling.max_tokens", "8"]
+    check_words(doctor(*words, cwd=tmp_path), "engine.log")

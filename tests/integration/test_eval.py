@@ -69,9 +69,9 @@ def rows(path: Path, count: int, **more: Any) -> str:
     return str(path)
 
 
-async def cli(*words: str, **more: Any) -> tuple[int, str, str]:
+async def cli(*words: str) -> tuple[int, str, str]:
     """The command in a process of its own: exit code, stdout, stderr."""
-    process = await start(*words, **more)
+    process = await start(*words)
     try:
         out, err = await asyncio.wait_for(process.communicate(), 100)
     finally:
@@ -80,10 +80,10 @@ async def cli(*words: str, **more: Any) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def start(*words: str, **more: Any) -> asyncio.subprocess.Process:
+async def start(*words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "eval", *words,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **more},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
 
@@ -277,7 +277,9 @@ def test_what_is_wrong_is_said(
 # ---------------------------------------------------------------- an endpoint
 
 
-async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> None:
+async def test_an_endpoint_is_asked_directly_and_graded_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The solver on GSM8K's form; the endpoint knows half of the answers, and once says no number."""
     lines = [json.dumps({"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"}) for n in range(8)]
     for split in ("train", "test"):
@@ -310,40 +312,46 @@ async def test_an_endpoint_is_asked_directly_and_graded_here(tmp_path: Path) -> 
     assert len(kept) == 16
     assert {one["output"] for one in kept if one["task_id"] == "test-7"} == {"I don't know"}
     assert json.loads((out / "results.json").read_text())["status"] == "completed"
-    code, _, err = await cli("--url", url, "--model", "m", "--out", str(out))
-    assert code == 2
-    assert "already contains results" in err
+    assert await asyncio.to_thread(main, ["eval", "--url", url, "--model", "m", "--out", str(out)]) == 2
+    assert "already contains results" in capsys.readouterr().err
 
 
-async def test_the_agent_is_given_the_endpoint_and_its_key(tmp_path: Path, agents: Path) -> None:
+def test_the_agent_is_given_the_endpoint_and_its_key(
+    tmp_path: Path, agents: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = rows(tmp_path / "d.jsonl", 3)
-    code, printed, err = await cli(
-        "--url", "http://there/v1/", "--model", "m", "--api-key-env", "THE_KEY", "--env.use=dataset",
+    monkeypatch.setenv("THE_KEY", "sk-1")
+    words = [
+        "eval", "--url", "http://there/v1/", "--model", "m", "--api-key-env", "THE_KEY", "--env.use=dataset",
         "--env.options.path", data, "--agent.use", f"{agents}:access", "--out", str(tmp_path / "out"),
-        '--env.options.rewards=["contains"]', THE_KEY="sk-1",
-    )  # fmt: skip
-    assert code == 0, err
+        '--env.options.rewards=["contains"]',
+    ]  # fmt: skip
+    assert main(words) == 0
+    printed = capsys.readouterr().out
     assert [one["output"] for one in episodes(tmp_path / "out")] == ['["http://there/v1", "sk-1", "m"]']
     assert "reward                    0.0000   95% [0.0000, 0.7935]  Wilson score interval" in printed
     assert "sk-1" not in (tmp_path / "out" / "results.json").read_text()
 
 
-async def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents: Path) -> None:
+def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents: Path) -> None:
     (tmp_path / "twins.py").write_text(TWINS.replace('f"{word}")', '{"n": 2**70})'))
-    code, _, err = await cli(
-        "--url", "http://there/v1", "--model", "m", "--env.use", f"{tmp_path / 'twins.py'}:Twins",
+    words = [
+        "eval", "--url", "http://there/v1", "--model", "m", "--env.use", f"{tmp_path / 'twins.py'}:Twins",
         "--sets", "main", "--agent.use", f"{agents}:access", "--out", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert code == 0, err
+    ]  # fmt: skip
+    assert main(words) == 0
     assert [one["answer"] for one in episodes(tmp_path / "out")] == [repr({"n": 2**70})] * 2
 
 
-async def test_an_endpoint_that_is_not_there_ends_it_soon(tmp_path: Path, agents: Path) -> None:
-    code, _, err = await cli(
-        "--url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", "20", "--sets", "main",
+def test_an_endpoint_that_is_not_there_ends_it_soon(
+    tmp_path: Path, agents: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "eval", "--url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", "20", "--sets", "main",
         "--agent.use", f"{agents}:impatient", "--out", str(tmp_path / "out"),
-    )  # fmt: skip
-    assert code == 1
+    ]  # fmt: skip
+    assert main(words) == 1
+    err = capsys.readouterr().err
     assert re.search(r"none of 16 episodes succeeded; 16 of them: agent_error: .*[Cc]onnection", err)
     assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
 

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.service.serve import Listen, bind
 
 ENGINE_S = 10.0
 """Timeout of an engine's reply to GET /model_info."""
@@ -63,6 +64,12 @@ def check_writable(run_dir: Path) -> None:
             f"run.dir = {run_dir.parent}: cannot write {run_dir}: {existing}: {error.strerror or error}; set "
             "run.dir to another directory"
         ) from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartError if a server could not listen on `port`. Port 0 stands for any free one."""
+    if port:
+        bind(Listen(host, port)).close()
 
 
 def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:

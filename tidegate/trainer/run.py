@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tidegate import failpoints
 from tidegate.config import Settings, load_settings
-from tidegate.devices import find_device
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, StorageError, TidegateError
 from tidegate.observer import Observer
@@ -53,7 +52,7 @@ class Run:
         result: Result so far, also after an error.
 
     Raises:
-        StartError, ConfigError: Before anything is written.
+        ConfigError: Before anything is written.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class Run:
         self.credit = credit or GroupCredit(settings.trainer)
         self.provider = provider or LocalProcesses()
         self.dir = settings.run_dir.absolute()
-        find_device("trainer.device", settings.trainer.device)
         self.start = start or Start.of(settings, resume=False)
         self.stop = asyncio.Event()
         self.result = RunResult("failed", None, self.start.step)

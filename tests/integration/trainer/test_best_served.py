@@ -1,18 +1,18 @@
-"""`tidegate engine --model.path …/checkpoints/best` serves the same policy as plain transformers."""
+"""An engine on `checkpoints/best` serves the same policy as plain transformers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.engine.engine_http import Client
+from tests.integration.engine.engine_http import serving
 from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.service.service import Service
+from tidegate.engine.engine import Engine
+from tidegate.engine.options import EngineOptions
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.policy.policy import Policy
 
@@ -23,14 +23,9 @@ async def test_served_logprobs_are_those_of_plain_transformers(tmp_path: Path) -
     (tmp_path / "checkpoints").mkdir()
     BestCheckpoint.open(tmp_path).update_if_better(policy.save_weights(tmp_path / "weights"), 1, 1, 0.5)
     best = tmp_path / "checkpoints" / "best"
-    service = Service("engine", lambda: ["--model.path", str(best)], tmp_path)
-    try:
-        url = await service.start()
-        async with aiohttp.ClientSession() as http:
-            prompt = [3, 1, 4, 1, 5]
-            reply = await Client(url, http).generate(prompt, max_new_tokens=20, temperature=1.0)
-    finally:
-        await service.stop()
+    prompt = [3, 1, 4, 1, 5]
+    async with serving(Engine.load(EngineOptions(best))) as client:
+        reply = await client.generate(prompt, max_new_tokens=20, temperature=1.0)
     output = reply["output_ids"]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(best)(torch.tensor([prompt + output])).logits[0]

@@ -18,7 +18,7 @@ from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.ledger import Ledger
-from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.preflight import check_engines, check_port, check_writable
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.start import Start
 
@@ -85,6 +85,15 @@ def test_an_address_where_nothing_listens_is_named() -> None:
             StartError, match=rf"engine\.urls: no engine answers at {url}/model_info: .*refused"
         ):
             check_engines([url])
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use; choose"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)
+    check_port("127.0.0.1", 0)
 
 
 def test_a_place_that_cannot_be_written_is_named_and_nothing_is_made(tmp_path: Path) -> None:

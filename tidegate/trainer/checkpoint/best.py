@@ -53,7 +53,9 @@ class BestCheckpoint:
         shutil.rmtree(place, ignore_errors=True)
         try:
             with failpoints.around("best.copied"):
-                shutil.copytree(weights, place, ignore=shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD))
+                ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD)
+                shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
+                place.chmod(0o700)  # the base model's directory may be open to all
                 record = {"step": step, "version": version, "eval/reward": reward}
                 (place / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
                 sync_tree(place)

@@ -51,6 +51,17 @@ def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -
     ]  # fmt: skip
 
 
+def test_it_is_the_owners_alone_also_if_the_base_model_is_open_to_all(run_dir: Path) -> None:
+    base = weights(run_dir / "base", "base")
+    base.chmod(0o755)
+    (base / "model.safetensors").chmod(0o644)
+    os.umask(0o077)  # as in a run
+    assert BestCheckpoint.open(run_dir).update_if_better(base, 0, 0, 0.5)
+    best = (run_dir / "checkpoints" / "best").resolve()
+    assert best.stat().st_mode & 0o777 == 0o700
+    assert {one.stat().st_mode & 0o777 for one in best.iterdir()} == {0o600}
+
+
 def test_a_resumed_run_knows_the_best_so_far(run_dir: Path) -> None:
     BestCheckpoint.open(run_dir).update_if_better(weights(run_dir / "a", "good"), 10, 10, 0.9)
     resumed = BestCheckpoint.open(run_dir)

@@ -1,12 +1,10 @@
-"""An agent process can access its own session, and no secrets of the trainer."""
+"""An agent that tries to reach what it must not: an agent process can access its own session, and no secrets
+of the trainer."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from tests.e2e.runs import training
-from tests.unprivileged import unprivileged
 
 NOSY = """
 import json, os, urllib.error, urllib.request
@@ -22,7 +20,15 @@ def get(url, method="GET", key=None):
         return error.code
 
 class Nosy(Solver):
+    looks = 0
+
     async def run(self, task, session):
+        Nosy.looks += 1
+        if Nosy.looks <= 5:
+            self.look(task, session)
+        return await super().run(task, session)
+
+    def look(self, task, session):
         root, _, rest = session.base_url.partition("/s/")
         mine = rest.split("/")[0]
         with open(OUT, "a") as out:
@@ -41,24 +47,25 @@ class Nosy(Solver):
                         out.write(json.dumps(["proc", f"{pid}/{file}", 401]) + "\\n")
             out.write(json.dumps(["task", list(task.__slots__), 401]) + "\\n")
             out.write(json.dumps(["env", [k for k in os.environ if "ADMIN" in k], 401]) + "\\n")
-        return await super().run(task, session)
 """
 
 
-def test_an_agent_cannot_reach_the_control_plane(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    (tmp_path / "nosy.py").write_text(
-        NOSY.replace("OUT", repr(str(out))).replace("{RUN}", str(tmp_path / "run"))
+def nosy(folder: Path, run_dir: Path) -> str:
+    """The setting for the agent of a run, which writes into `folder`. The run must be unprivileged."""
+    (folder / "nosy.py").write_text(
+        NOSY.replace("OUT", repr(str(folder / "nosy.jsonl"))).replace("{RUN}", str(run_dir))
     )
-    settings = (f"--agent.use={tmp_path}/nosy.py:Nosy", "--trainer.steps=1", "--eval.tasks=1")
-    with training(tmp_path / "run", *settings, before=unprivileged) as run:
-        assert run.wait() == 0, run.output()
-    everything = [path for path in (tmp_path / "run").rglob("*") if not path.is_symlink()]
+    return f"--agent.use={folder}/nosy.py:Nosy"
+
+
+def check_secrecy(folder: Path, run_dir: Path) -> None:
+    """Asserts that the agent reached nothing, and that nobody else can read the run's files."""
+    everything = [path for path in run_dir.rglob("*") if not path.is_symlink()]
     assert {path.stat().st_mode & 0o777 for path in everything if path.is_dir()} == {0o700}
-    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert run_dir.stat().st_mode & 0o777 == 0o700
     loose = [path for path in everything if path.is_file() and path.stat().st_mode & 0o077]
     assert loose == []
-    seen = [json.loads(line) for line in out.read_text().splitlines()]
+    seen = [json.loads(line) for line in (folder / "nosy.jsonl").read_text().splitlines()]
     assert {status for _, _, status in seen} == {401}, [one for one in seen if one[2] != 401][:5]
     assert next(what for kind, what, _ in seen if kind == "env") == []
     assert next(what for kind, what, _ in seen if kind == "task") == ["id", "messages"]
