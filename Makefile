@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install compiled demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -43,14 +43,11 @@ format: install  ## let ruff arrange the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The byte code is written first: with PYTHONDONTWRITEBYTECODE each of some hundred processes would compile the package.
-compiled: install
-	@$(BIN)/python -m compileall -q tidegate tests examples benchmarks
-
-test: compiled   ## the quick suite (under six minutes on two cores)
+test: install    ## the quick suite (under six minutes on two cores)
+	@$(BIN)/python -m compileall -q tidegate tests  # once, not in each worker
 	$(BIN)/python -m pytest -n 3 --dist worksteal  # many tests wait for processes
 
-test-slow: compiled  ## the slow suite (under thirty minutes)
+test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal
 
 # Environments of the clients' own: what their users have, which need not go together with what is ours.

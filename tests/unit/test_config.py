@@ -144,7 +144,10 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ),
         ([*MODEL, "--trainer.loss.name", "dapo", "--trainer.loss.dual_clip", "1"], "dual_clip = 1: "),
         ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
-        ([*MODEL, "--trainer.loss.importance_cap", "-1"], "trainer.loss.importance_cap = -1: "),
+        (
+            [*MODEL, "--trainer.loss.name", "masked_is", "--trainer.loss.importance_cap", "-1"],
+            "trainer.loss.importance_cap = -1: ",
+        ),
         ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
         (
             [

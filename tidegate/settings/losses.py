@@ -156,7 +156,7 @@ RENAMED = {
 def _name_of(value: Any) -> str:
     if isinstance(value, LossSettings):
         return value.name
-    return str(value.get("name", "custom" if "use" in value else "truncated_is"))
+    return str(value.get("name", "custom" if "use" in value else "dapo"))
 
 
 def _check(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.settings.curriculum import CurriculumSettings
-from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, TruncatedISLoss
+from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import SettingsSection
 
@@ -86,7 +86,7 @@ class TrainerSettings(SettingsSection):
     """Steps of a linear warm-up of the learning rate from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Norm to which gradients are clipped."""
-    loss: AnyLoss = TruncatedISLoss()
+    loss: AnyLoss = DAPOLoss()
     """Loss, by its name, with the settings that it has (docs/losses.md)."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Parts of a batch with an equal number of groups. Each is one optimiser step, which requires

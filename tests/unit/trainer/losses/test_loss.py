@@ -17,7 +17,7 @@ from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.forward import token_logprobs
 
 CAP = 2.0
-DEFAULT: Loss = make_loss(TrainerSettings(loss={"importance_cap": CAP}))
+DEFAULT: Loss = make_loss(TrainerSettings(loss={"name": "truncated_is", "importance_cap": CAP}))
 
 
 def make_case(seed: int = 0) -> tuple[list[TrainSequence], Microbatch, torch.Tensor]:

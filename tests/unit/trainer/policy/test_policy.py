@@ -26,6 +26,7 @@ from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Trajectory
 
 UNCLIPPED = 1e9
+TRUNCATED = {"name": "truncated_is", "importance_cap": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def make_batch() -> list[TrainSequence]:
 def test_gradients_equal_one_row_at_a_time(base, microbatch_tokens):
     rows = make_batch()
     expected = plain_gradients(load(base).model, rows, cap=2.0)
-    policy = load(base, microbatch_tokens=microbatch_tokens, loss={"importance_cap": 2.0})
+    policy = load(base, microbatch_tokens=microbatch_tokens, loss=TRUNCATED)
     assert policy._forward.shares
     laid = prefix_batches(rows, microbatch_tokens)
     assert [bool(bundle.prefixes) for bundle in laid][:2] == [False, True]
@@ -97,7 +98,7 @@ def test_logits_in_pieces_give_the_same_gradients(base, monkeypatch):
     rows = make_rows(6)
     expected = plain_gradients(load(base).model, rows, cap=2.0)
     monkeypatch.setattr(forward_module, "LOGITS_AT_ONCE", 7 * VOCABULARY)
-    policy = load(base)
+    policy = load(base, loss=TRUNCATED)
     policy.update(rows, version=3)
     assert distance(policy, expected) <= 1e-6
 

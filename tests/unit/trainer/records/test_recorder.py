@@ -195,7 +195,7 @@ def _of_an_evaluation() -> dict[str, float]:
     told = episode()
     told.metrics = {"unparseable": 1.0}
     plan = [("", "sampled", tasks), ("", "greedy", tasks), ("hard", "sampled", tasks)]
-    return _metrics(plan, [(name, mode, told) for name, mode, _ in plan], 3)
+    return _metrics(plan, [(name, mode, told) for name, mode, _ in plan])
 
 
 @pytest.mark.parametrize("key", ["reward/mean/x", "loss2", "eval/other", ""])
