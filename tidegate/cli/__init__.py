@@ -23,6 +23,7 @@ from tidegate.cli import (
     replay,
     report,
     serve,
+    sft,
     simulate,
     train,
     versions,
@@ -36,6 +37,7 @@ from tidegate.errors import STOPPED, StartError, TidegateError
 COMMANDS = (
     init,
     doctor,
+    sft,
     train,
     serve,
     worker,
