@@ -60,22 +60,20 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
     """Returns the exit code: 0 if the result is complete."""
-    from tidegate.launch import set_aside
     from tidegate.observer import CompositeObserver
     from tidegate.progress import Progress
-    from tidegate.sft.finetuning import FineTuning, run_dir_of
+    from tidegate.sft.finetuning import FineTuning, with_own_directory
     from tidegate.sft.progress_lines import ProgressLines
     from tidegate.trainer.loggers.registry import make_loggers
     from tidegate.trainer.preflight import check_writable
 
-    check_writable(run_dir_of(settings))
-    if arguments.fresh:
-        set_aside(run_dir_of(settings))
+    own = with_own_directory(settings)
+    check_writable(own.run_dir)
     with Progress() as progress:
         lines = ProgressLines(progress)
-        observer = CompositeObserver([lines, *make_loggers(settings, lines.note)])
+        observer = CompositeObserver([lines, *make_loggers(own, lines.note)])
         try:
-            tuning = FineTuning(settings, observer, resume=arguments.resume)
+            tuning = FineTuning(settings, observer, resume=arguments.resume, fresh=arguments.fresh)
             return _stages(tuning, arguments, progress)
         finally:
             observer.close()
@@ -83,6 +81,10 @@ def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progress) -> int:
     """Evaluates, trains and evaluates again, as far as that is not done yet."""
+    from tidegate.launch import set_aside
+
+    if arguments.fresh:
+        set_aside(tuning.dir)
     settings, model = tuning.settings, tuning.dir / "model"
     evaluates = settings.sft.held_out
     if tuning.is_complete and (not evaluates or tuning.evaluated(tuning.steps)):
@@ -94,8 +96,6 @@ def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progres
         f"fine-tuning {settings.model.path}: {training:,} sequences, {validation:,} for validation, "
         f"{tuning.steps:,} steps; files in {tuning.dir}"
     )
-    if tuning.step:
-        progress.print(f"resumed from step {tuning.step}")
     tuning.prepare()
     if evaluates and not tuning.evaluated(0) and not _evaluate(tuning, 0, settings.model.path, progress):
         return STOPPED

@@ -25,15 +25,15 @@ class SFTSettings(SettingsSection):
     """Number of recorded episodes of each group, those with the highest rewards; 1 is the best of each group.
     None: all."""
     reward_part: str | None = None
-    """Name of the part of the reward that `min_reward` and `per_group` compare, such as that of a judge. None:
-    the reward."""
+    """Name of the part of the reward that `min_reward` and `per_group` compare, such as that of a judge.
+    None: the reward."""
     corrections: bool = False
     """Train on the corrections that users posted for the episodes, instead of on sampled replies."""
     replies: Literal["all", "last"] = "all"
     """Replies of a chat that are trained on."""
     validation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the tasks whose sequences are not trained on, and give the validation loss. It is measured before
-    the first step, every `eval.every` steps and after the last."""
+    """Share of the tasks whose sequences are not trained on, and give the validation loss. It is measured
+    before the first step, every `eval.every` steps and after the last."""
     held_out: bool = False
     """Evaluate the agent on `eval.tasks` held-out tasks of the environment, before the first step and after
     the last."""
@@ -55,7 +55,7 @@ class SFTSettings(SettingsSection):
     def _consistent(self) -> SFTSettings:
         if self.steps is not None and self.other_than_default("epochs"):
             raise ValueError(
-                f"steps = {self.steps} and epochs = {self.epochs} both limit the training: remove one of the two"
+                f"steps = {self.steps} and epochs = {self.epochs} both limit the steps: remove one of the two"
             )
         if not self.episodes and (idle := self.other_than_default(*SELECTION, "corrections")):
             raise ValueError(f"{idle[0]} selects recorded episodes, and there are none: set episodes")

@@ -119,8 +119,8 @@ def _escaped(renderer: Renderer, form: Message) -> Message:
 def _continuation(
     renderer: Renderer, forms: list[Message], last: int, index: int, tools: Any, ids: Sequence[int]
 ) -> list[int] | None:
-    """Return the ids between the reply `last`, in which `ids` end, and the next one; None if the template has no
-    text after a reply that does not depend on it."""
+    """Return the ids between the reply `last`, in which `ids` end, and the next one; None if the template
+    cannot be continued after it."""
     try:
         new = forms[last + 1 : index]
         added = renderer.encode_suffix(lambda: forms[:last], forms[last], new, tools, {}, ids[-1])
@@ -134,21 +134,21 @@ def reply_ids(renderer: Renderer, before: list[Message], reply: Message, tools: 
 
     Raises:
         ApiError: The template rejects the messages.
-        ConfigError: The template renders the reply in another way than after its generation prompt, or without
-            an end.
+        ConfigError: The template does not render the reply after its generation prompt, or without an end.
     """
     prompt = renderer.render_text(before, tools, {})
     whole = renderer.render_text([*before, reply], tools, {}, prompt=False)
     where = f"messages[{len(before)}]"
     if not whole.startswith(prompt):
         raise ConfigError(
-            f"{where}: the chat template does not render this reply after its generation prompt, which ends in "
-            f"{prompt[-40:]!r}, so the model would not sample it like that"
+            f"{where}: the chat template does not render this reply after its generation prompt, which ends "
+            f"in {prompt[-40:]!r}, so the model would not sample it like that"
         )
     ids = renderer.encode(whole[len(prompt) :])
     ends = [at for at, token in enumerate(ids) if token in renderer.stop_ids]
     if not ends:
         raise ConfigError(
-            f"{where}: the chat template writes no token that ends the reply, so the model would not learn to end it"
+            f"{where}: the chat template writes no token that ends the reply, so the model would not learn "
+            "to end it"
         )
     return ids[: ends[0] + 1]

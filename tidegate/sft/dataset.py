@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
-from tidegate.config import Settings, load_settings
-from tidegate.errors import ConfigError, StartError
+from tidegate.config import Settings
+from tidegate.errors import ConfigError
 from tidegate.gateway.rendering.renderer import Renderer, load_tokenizer
 from tidegate.sft.chats import read_chats
 from tidegate.sft.demonstration import Demonstration
 from tidegate.sft.episodes import read_corrections, read_episodes
 from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.checkpoint.checkpoint import committed
+from tidegate.trainer.preflight import saved_model_path
 
 
 @dataclass(frozen=True, slots=True)
-class Dataset:
+class TuningData:
     """Sequences, in the order of the files."""
 
     training: list[TrainSequence]
@@ -28,7 +30,7 @@ class Dataset:
     seed: int
 
     @classmethod
-    def load(cls, settings: Settings) -> Dataset:
+    def load(cls, settings: Settings) -> TuningData:
         """Read the data that `[sft]` names.
 
         Raises:
@@ -88,36 +90,26 @@ def split(
 
 def _demonstrations(settings: Settings) -> Iterator[Demonstration]:
     sft, model = settings.sft, settings.model.path
-    renderer = Renderer.load(model) if sft.chats or sft.corrections else None
+    renderer = Renderer.load(model)
     for path in sft.episodes:
         _check_tokenizer(path, model)
-        if sft.corrections and renderer is not None:
-            yield from read_corrections(path, renderer)
-        else:
-            yield from read_episodes(path, sft)
-    for path in sft.chats if renderer is not None else ():
+        yield from read_corrections(path, renderer) if sft.corrections else read_episodes(path, sft)
+    for path in sft.chats:
         yield from read_chats(path, renderer, sft.replies)
 
 
 def _check_tokenizer(path: Path, model: Path) -> None:
     """Raises ConfigError if a run was sampled with another vocabulary than the model's.
 
-    Only a run says which model it sampled from, and only as long as that model exists.
+    That of a run is known from its checkpoints and from its model, as long as they exist.
     """
-    if not (path / "config.toml").is_file():
-        return
-    other = load_settings(path / "config.toml").model.path
-    try:
-        vocabularies = [load_tokenizer(each).get_vocab() for each in (model, other)]
-    except StartError:
-        if not other.is_dir():
-            return
-        raise
-    if vocabularies[0] != vocabularies[1]:
+    known = [*committed(path).values(), saved_model_path(path)]
+    other = next((each for each in known if each is not None and each.is_dir()), None)
+    if other is not None and load_tokenizer(other).get_vocab() != load_tokenizer(model).get_vocab():
         raise ConfigError(
-            f"sft.episodes: {path} was sampled with the tokenizer of {other}, whose token ids mean other texts "
-            f"in model.path = {model}; to train this model on its texts, export them: tidegate export {path} --sft, "
-            "and set sft.chats"
+            f"sft.episodes: {path} was sampled with the tokenizer of {other}, whose token ids mean other "
+            f"texts in model.path = {model}; to train on its texts, export them (tidegate export {path} "
+            "--sft), and set sft.chats"
         )
 
 
@@ -127,6 +119,6 @@ def _check_ids(rows: Sequence[TrainSequence], model: Path) -> None:
     highest = max(rows, key=lambda row: int(row.ids.max()))
     if int(highest.ids.max()) >= size:
         raise ConfigError(
-            f"{highest.session_id} has the token id {int(highest.ids.max())}, and the tokenizer of model.path = "
-            f"{model} has {size} tokens: the data is of another model"
+            f"{highest.session_id} has the token id {int(highest.ids.max())}, and the tokenizer of "
+            f"model.path = {model} has {size} tokens: the data is of another model"
         )

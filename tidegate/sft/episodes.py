@@ -90,7 +90,8 @@ def _steps(path: Path, part: str | None) -> Iterator[list[_Candidate]]:
         yield from _table(path)
     else:
         raise ConfigError(
-            f"sft.episodes: {path} is neither a run's directory nor a table that tidegate export --parquet wrote"
+            f"sft.episodes: {path} is neither a run's directory nor a table that tidegate export --parquet "
+            "wrote"
         )
 
 

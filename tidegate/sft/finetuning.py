@@ -1,8 +1,8 @@
 """One fine-tuning: trains the model step by step, measures the validation loss, and writes checkpoints.
 
-It has a run's files: `config.toml`, `metrics.jsonl`, `checkpoints/`, and the result in `model/`. The batch of a
-step depends on the data, the seed and the number of the step alone. A resumed fine-tuning therefore takes the
-same steps again after its newest checkpoint, and ends with the same weights.
+It has a run's files: `config.toml`, `metrics.jsonl`, `checkpoints/`, and the result in `model/`. The batch of
+a step depends on the data, the seed and the number of the step alone. A resumed fine-tuning therefore takes
+the same steps again after its newest checkpoint, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidegate.errors import ConfigError, NothingToDo, StorageError, TrainingErro
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.settings.losses import NLLLoss
-from tidegate.sft.dataset import Dataset
+from tidegate.sft.dataset import TuningData
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.policy import Policy
@@ -38,14 +38,15 @@ KEPT = (
 """Metrics of a policy's update that say something about fine-tuning."""
 
 
-def run_dir_of(settings: Settings) -> Path:
-    """Return the directory of the fine-tuning that precedes a run."""
-    return settings.run.dir / f"{settings.run.name}-sft"
+def with_own_directory(settings: Settings) -> Settings:
+    """Return the settings of a run with the directory of the fine-tuning that precedes it: `<run.name>-sft`."""
+    run = settings.run.model_copy(update={"name": f"{settings.run.name}-sft"})
+    return settings.model_copy(update={"run": run})
 
 
 def model_of(settings: Settings) -> Path:
     """Return the directory of its result."""
-    return run_dir_of(settings) / "model"
+    return with_own_directory(settings).run_dir / "model"
 
 
 class FineTuning:
@@ -55,27 +56,30 @@ class FineTuning:
         settings: Settings of the run that follows, with the section `[sft]`.
         observer: Shows progress.
         resume: Continue from the newest checkpoint.
+        fresh: The directory may hold another fine-tuning, which is set aside before `prepare`.
 
     Attributes:
         stop: Set it to end the fine-tuning after the current step.
 
     Raises:
-        TidegateError: Before anything is written: the data or the directory cannot be used. NothingToDo if it is
-            complete.
+        TidegateError: The data or the directory cannot be used. Nothing is written yet.
     """
 
-    def __init__(self, settings: Settings, observer: Observer, *, resume: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, observer: Observer, *, resume: bool = False, fresh: bool = False
+    ) -> None:
         self.settings, self.observer = settings, observer
-        self.dir = run_dir_of(settings).absolute()
+        self.dir = with_own_directory(settings).run_dir.absolute()
         self.stop = asyncio.Event()
         find_device("trainer.device", settings.trainer.device)
-        self._check_directory(resume)
+        if not fresh:
+            self._check_directory(resume)
         self.checkpoint = checkpoints.latest(self.dir) if resume else None
         if resume:
             check_model(
                 self.dir, settings.model.path, None if self.checkpoint is None else self.checkpoint.path
             )
-        self.dataset = Dataset.load(settings)
+        self.dataset = TuningData.load(settings)
         self._digest = self.dataset.digest
         epochs = settings.sft.epochs * self.dataset.steps_per_epoch
         self.steps = settings.sft.steps or epochs
@@ -97,8 +101,8 @@ class FineTuning:
         used = (self.dir / "config.toml").exists()
         if used and not resume:
             raise ConfigError(
-                f"{self.dir} holds a fine-tuning already: continue it (--resume), choose another run.name, or set "
-                "it aside (--fresh)"
+                f"{self.dir} holds a fine-tuning already: continue it (--resume), choose another run.name, "
+                "or set it aside (--fresh)"
             )
         if resume and not used:
             raise ConfigError(f"{self.dir} holds no fine-tuning to resume; leave --resume out to start one")
@@ -110,12 +114,13 @@ class FineTuning:
         self.checkpoint.verify()
         if self.checkpoint.state["data"] != self._digest:
             raise ConfigError(
-                f"the data in sft.episodes and sft.chats, or its selection, differs from that of {self.dir}: restore "
-                "it, or start anew (--fresh)"
+                f"the data in sft.episodes and sft.chats, or its selection, differs from that of {self.dir}: "
+                "restore it, or start anew (--fresh)"
             )
         if self.step > self.steps:
             raise ConfigError(
-                f"{self.dir} has taken {self.step} steps, and {self.steps} are asked for: raise sft.epochs or sft.steps"
+                f"{self.dir} has taken {self.step} steps already, which is more than the {self.steps} that are "
+                "set: raise sft.epochs or sft.steps"
             )
 
     async def run(self) -> bool:
@@ -152,6 +157,8 @@ class FineTuning:
             shutil.rmtree(self.dir / "model", ignore_errors=True)
         with MetricsLog(self.dir) as log:
             log.truncate_after(self.step)
+        resumed_from = None if self.checkpoint is None else self.step
+        self.observer.started({"dir": str(self.dir), "steps": self.steps, "resumed_from": resumed_from})
 
     async def _train(self, policy: Policy) -> bool:
         """Take the steps; each blocking call runs in a thread."""
@@ -179,8 +186,8 @@ class FineTuning:
         update = await asyncio.to_thread(policy.update, rows, 0)
         if update["skipped"]:
             raise TrainingError(
-                f"step {step} has no finite loss or gradient, because of {', '.join(policy.non_finite[:3])}: remove "
-                "this data, or lower sft.learning_rate, and go on with --resume"
+                f"step {step} has no finite loss or gradient, because of {', '.join(policy.non_finite[:3])}: "
+                "remove this data and start anew (--fresh), or lower sft.learning_rate and go on (--resume)"
             )
         metrics = {name: update[name] for name in KEPT} | await self._validation(policy, step)
         self._record(log, step, {**metrics, "time/step": time.perf_counter() - began})
@@ -195,7 +202,7 @@ class FineTuning:
 
     def _record(self, log: MetricsLog, step: int, metrics: dict[str, float]) -> None:
         line = {
-            "step": step, "version": 0, "sft/steps": self.steps,
+            "step": step, "version": 0, "time": time.time(), "sft/steps": self.steps,
             "sft/epoch": step / self.dataset.steps_per_epoch, **metrics,
         }  # fmt: skip
         log.append(line)
@@ -209,8 +216,8 @@ class FineTuning:
     def nothing_to_do(self) -> NothingToDo:
         """Return the error of a start that would train nothing."""
         return NothingToDo(
-            f"the fine-tuning in {self.dir} has taken all its {self.steps} steps; its result is {self.dir / 'model'}. "
-            "To continue, raise sft.epochs or sft.steps"
+            f"the fine-tuning in {self.dir} has taken all its {self.steps} steps; its result is "
+            f"{self.dir / 'model'}. To continue, raise sft.epochs or sft.steps"
         )
 
     def evaluated(self, step: int) -> bool:
@@ -224,7 +231,7 @@ class FineTuning:
 
 
 def trainer_settings(settings: Settings, steps: int) -> TrainerSettings:
-    """Return the `[trainer]` settings with what `[sft]` replaces; rewards and staleness do not matter here."""
+    """Return the `[trainer]` settings with what `[sft]` replaces."""
     sft = settings.sft
     return settings.trainer.model_copy(
         update={

@@ -18,6 +18,10 @@ class ProgressLines(Silent):
         self._bar = progress.stage("fine-tuning") if progress.is_terminal else None
         self._printed = 0
 
+    def started(self, info: Mapping[str, object]) -> None:
+        if info["resumed_from"] is not None:
+            self.note(f"resumed from step {info['resumed_from']}")
+
     def note(self, text: str) -> None:
         self._progress.print(text)
 

@@ -38,7 +38,9 @@ class RunFiles:
 
     @property
     def planned(self) -> int | None:
-        """The limit of its steps; None without one."""
+        """The limit of its steps; None without one. Fine-tuning has a limit of its own, in its metrics."""
+        if (own := self.last("sft/steps")) is not None:
+            return int(own)
         steps = self.settings.get("trainer", {}).get("steps")
         return steps if isinstance(steps, int) and steps < ENDLESS else None
 
