@@ -101,10 +101,10 @@ def _demonstrations(settings: Settings) -> Iterator[Demonstration]:
 def _check_tokenizer(path: Path, model: Path) -> None:
     """Raises ConfigError if a run was sampled with another vocabulary than the model's.
 
-    That of a run is known from its checkpoints and from its model, as long as they exist.
+    That of a run is known from its model, or from its checkpoints if the model was moved.
     """
-    known = [*committed(path).values(), saved_model_path(path)]
-    other = next((each for each in known if each is not None and each.is_dir()), None)
+    known = [saved_model_path(path), *committed(path).values()]
+    other = next((each for each in known if each and (each / "tokenizer_config.json").is_file()), None)
     if other is not None and load_tokenizer(other).get_vocab() != load_tokenizer(model).get_vocab():
         raise ConfigError(
             f"sft.episodes: {path} was sampled with the tokenizer of {other}, whose token ids mean other "

@@ -39,7 +39,7 @@ KEPT = (
 
 
 def with_own_directory(settings: Settings) -> Settings:
-    """Return the settings of a run with the directory of the fine-tuning that precedes it: `<run.name>-sft`."""
+    """Return the settings of a run with the directory of its fine-tuning, `<run.name>-sft`."""
     run = settings.run.model_copy(update={"name": f"{settings.run.name}-sft"})
     return settings.model_copy(update={"run": run})
 
@@ -119,8 +119,8 @@ class FineTuning:
             )
         if self.step > self.steps:
             raise ConfigError(
-                f"{self.dir} has taken {self.step} steps already, which is more than the {self.steps} that are "
-                "set: raise sft.epochs or sft.steps"
+                f"{self.dir} has taken {self.step} steps already, more than the {self.steps} that are set: "
+                "raise sft.epochs or sft.steps"
             )
 
     async def run(self) -> bool:
@@ -186,7 +186,7 @@ class FineTuning:
         update = await asyncio.to_thread(policy.update, rows, 0)
         if update["skipped"]:
             raise TrainingError(
-                f"step {step} has no finite loss or gradient, because of {', '.join(policy.non_finite[:3])}: "
+                f"step {step} has no finite loss or gradient, because of {'; '.join(policy.non_finite[:3])}: "
                 "remove this data and start anew (--fresh), or lower sft.learning_rate and go on (--resume)"
             )
         metrics = {name: update[name] for name in KEPT} | await self._validation(policy, step)
