@@ -1,4 +1,4 @@
-"""`tidegate sft` as a process: killed anywhere, it ends with the same weights; a run starts from its result."""
+"""`tidegate sft` as a process: killed anywhere, it ends with the same weights; a run starts from them."""
 
 from __future__ import annotations
 
