@@ -86,18 +86,18 @@ def same(parent: Path) -> None:
     result = Path("model") / "model.safetensors"
     assert (whole / result).read_bytes() == (killed / result).read_bytes()
     assert numbers(whole) == numbers(killed)
-    assert [line["step"] for line in metrics(killed)] == list(range(10))
+    assert [line["step"] for line in metrics(killed)] == list(range(11))
 
 
 def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path, chats: Path) -> None:
     ended = sft(tmp_path, "whole", chats)
     assert ended.returncode == 0, ended.stderr
-    assert "36 sequences, 4 for validation, 9 steps" in ended.stderr
+    assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
     points = ["metrics.line.after:5", "checkpoint.marker.before:2", "sft.model.before"]
     assert killed_at(tmp_path, chats, points) == len(points)
     same(tmp_path)
     ended = sft(tmp_path, "killed", chats, "--resume")
-    assert (ended.returncode, "has taken all its 9 steps" in ended.stderr) == (0, True), ended.stderr
+    assert (ended.returncode, "has taken all its 10 steps" in ended.stderr) == (0, True), ended.stderr
 
 
 EVERYWHERE = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers, takes_settings
@@ -82,6 +83,7 @@ def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
 def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progress) -> int:
     """Evaluates, trains and evaluates again, as far as that is not done yet."""
     from tidegate.launch import set_aside
+    from tidegate.program import program
 
     if arguments.fresh:
         set_aside(tuning.dir)
@@ -97,12 +99,12 @@ def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progres
         f"{tuning.steps:,} steps; files in {tuning.dir}"
     )
     tuning.prepare()
-    if evaluates and not tuning.evaluated(0) and not _evaluate(tuning, 0, settings.model.path, progress):
-        return STOPPED
-    if not tuning.is_complete and not asyncio.run(_with_signals(tuning, progress)):
-        progress.print(f"interrupted; go on with tidegate sft {tuning.dir / 'config.toml'} --resume")
-        return STOPPED
-    if evaluates and not _evaluate(tuning, tuning.steps, model, progress):
+    done = not evaluates or tuning.evaluated(0) or _evaluate(tuning, 0, settings.model.path, progress)
+    done = done and (tuning.is_complete or asyncio.run(_with_signals(tuning, progress)))
+    done = done and (not evaluates or _evaluate(tuning, tuning.steps, model, progress))
+    if not done:
+        config = shlex.quote(str(tuning.dir / "config.toml"))
+        progress.print(f"interrupted; go on with {program()} sft {config} --resume")
         return STOPPED
     progress.print(f"the model is {model}")
     return 0

@@ -19,7 +19,7 @@ from tidegate.sft.demonstration import Demonstration, demonstration
 from tidegate.trainer.records.export import corrections_of, is_left_out, sequences_of
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
-COLUMNS = ("session_id", "group_id", "task_id", "state", "reward", "input_ids", "trained")
+COLUMNS = ("session_id", "group_id", "task_id", "reward", "reward_parts", "input_ids", "trained")
 """Columns of an exported table that are read."""
 
 
@@ -41,7 +41,7 @@ def read_episodes(path: Path, settings: SFTSettings) -> Iterator[Demonstration]:
     """
     parts: set[str] = set()
     found = False
-    for candidates in _steps(path, settings.reward_part):
+    for candidates in _steps(path):
         scored = [(_score(candidate.line, settings.reward_part), candidate) for candidate in candidates]
         for _, candidate in scored:
             parts |= set(candidate.line.get("reward_parts", ()))
@@ -77,16 +77,12 @@ def _selected(scored: list[tuple[float | None, _Candidate]], settings: SFTSettin
     return [each for at, (_, each) in enumerate(enough) if at in chosen]
 
 
-def _steps(path: Path, part: str | None) -> Iterator[list[_Candidate]]:
+def _steps(path: Path) -> Iterator[list[_Candidate]]:
     """Yield the episodes of each step."""
     if path.is_dir():
         for file in step_files(path).values():
             yield [_recorded(line) for line in read_lines(file)]
     elif path.suffix == ".parquet" and path.is_file():
-        if part is not None:
-            raise ConfigError(
-                f"sft.reward_part: {path} has no parts of the rewards; name the run's directory instead"
-            )
         yield from _table(path)
     else:
         raise ConfigError(
@@ -140,7 +136,8 @@ def _of_session(members: list[dict[str, Any]]) -> _Candidate:
         ]
 
     left_out = not any(any(row["trained"]) for row in members)
-    return _Candidate({**members[0], "left_out": left_out}, make)
+    parts = dict(members[0]["reward_parts"] or ())
+    return _Candidate({**members[0], "reward_parts": parts, "left_out": left_out}, make)
 
 
 def read_corrections(path: Path, renderer: Renderer) -> Iterator[Demonstration]:

@@ -149,6 +149,7 @@ class FineTuning:
         """Create the directory; lines of steps after the checkpoint are removed from the metrics."""
         for name in ("logs", "checkpoints"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
+        self.dir.chmod(0o700)
         part = self.dir / ".config.toml.partial"
         part.write_text(sections.dump(self.settings), encoding="utf-8")
         with failpoints.around("config"):

@@ -93,7 +93,10 @@ def test_episodes_that_were_left_out_of_a_step_stay_left_out(run_dir: Path) -> N
     assert [name for name in chosen if "good" in name] == [f"s-g{step}-good-0" for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_reward": 0.0}, {"per_group": 1}, {"min_reward": 2.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"min_reward": 0.0}, {"per_group": 1}, {"min_reward": 2.0}, {"reward_part": "form", "per_group": 1}],
+)
 def test_an_exported_table_gives_the_same_sequences_as_the_run(
     run_dir: Path, settings: dict[str, Any]
 ) -> None:
@@ -118,8 +121,6 @@ def test_what_holds_no_episodes_is_refused(run_dir: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(ConfigError, match=why):
             read(tmp_path / name)
-    with pytest.raises(ConfigError, match="has no parts of the rewards"):
-        read(tmp_path / "other.parquet", reward_part="judge")
 
 
 def test_a_correction_follows_the_recorded_prompt(run_dir: Path) -> None:

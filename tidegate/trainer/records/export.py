@@ -83,9 +83,10 @@ def corrections_of(metadata: Mapping[str, Any]) -> Iterator[tuple[int, str, list
 def write_parquet(run_dir: Path, out: Path) -> int:
     """Write a Parquet table with a row per token sequence of every episode.
 
-    Columns are those of the episode (step, state, group, slot, task, env, outcome, reward) and lists of equal
-    length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an episode of the batch
-    that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for context) and `advantages`.
+    Columns are those of the episode (step, state, group, slot, task, env, outcome, reward and its parts)
+    and lists of equal length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an
+    episode of the batch that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for
+    context) and `advantages`.
 
     Returns:
         Number of rows.
@@ -129,6 +130,7 @@ def _schema(pa: Any) -> Any:
         {
             "step": integer, "state": text, "session_id": text, "group_id": text, "slot": integer,
             "task_id": text, "env": text, "outcome": text, "reward": pa.float64(),
+            "reward_parts": pa.map_(text, pa.float64()),
             "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
         }
@@ -165,6 +167,7 @@ def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
                 **{name: line[name] for name in ("session_id", "group_id", "slot", "task_id", "env")},
                 "outcome": line["outcome"],
                 "reward": line["reward"],
+                "reward_parts": line["reward_parts"],
                 "input_ids": row.ids,
                 "trained": row.mask,
                 "logprobs": row.logprobs,
