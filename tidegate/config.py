@@ -16,6 +16,7 @@ from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.sections import DirectoryName, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
+from tidegate.settings.sft import SFTSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
 
 SERVICE_SETTINGS = "service.toml"
@@ -109,6 +110,7 @@ class Settings(SettingsSection):
     trainer: TrainerSettings = TrainerSettings()
     eval: EvalSettings = EvalSettings()
     cluster: ClusterSettings = ClusterSettings()
+    sft: SFTSettings = SFTSettings()
 
     @property
     def stall_timeout_s(self) -> float:
@@ -193,6 +195,10 @@ class Settings(SettingsSection):
     def _check_source(self) -> None:
         """Raises ValueError if settings contradict `agent.source`."""
         source = self.agent.source
+        if source != "local" and self.sft.held_out:
+            raise ValueError(
+                f'sft.held_out runs the agent here, which needs agent.source = "local", not "{source}"'
+            )
         if source != "local" and self.gateway.shards > 1:
             raise ValueError(
                 f'agent.source = "{source}" needs gateway.shards = 1, not {self.gateway.shards}: one gateway '

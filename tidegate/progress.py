@@ -33,8 +33,12 @@ class Progress:
     def print(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    @property
+    def is_terminal(self) -> bool:
+        return self._console.is_terminal
+
     def stage(self, what: str) -> OnProgress:
-        return self._bar(what) if self._console.is_terminal else self._lines(what)
+        return self._bar(what) if self.is_terminal else self._lines(what)
 
     def _bar(self, what: str) -> OnProgress:
         task = self._bars.add_task(what, total=None)

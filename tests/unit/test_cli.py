@@ -55,6 +55,7 @@ def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
 ) -> None:
     for verb, own, other in (
         ("train", "trainer.steps", "limits.turns"),
+        ("sft", "sft.chats", "limits.turns"),
         ("gateway", "limits.turns", "trainer.steps"),
         ("engine", "engine.max_slots", "engine.python"),
         ("vllm", "engine.python", "engine.max_slots"),

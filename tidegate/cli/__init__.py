@@ -23,6 +23,7 @@ from tidegate.cli import (
     replay,
     report,
     serve,
+    sft,
     simulate,
     tasks,
     train,
@@ -37,6 +38,7 @@ from tidegate.errors import STOPPED, StartError, TidegateError
 COMMANDS = (
     init,
     doctor,
+    sft,
     train,
     serve,
     worker,

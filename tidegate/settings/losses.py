@@ -138,6 +138,12 @@ class CustomLoss(LossSettings):
     """Arguments of this function."""
 
 
+class NLLLoss(LossSettings):
+    """The loss of supervised fine-tuning, which no run chooses: it ignores rewards."""
+
+    name: Literal["nll"] = "nll"
+
+
 KINDS: tuple[type[LossSettings], ...] = (
     TruncatedISLoss, MaskedISLoss, CISPOLoss, GRPOLoss, DrGRPOLoss, DAPOLoss, GSPOLoss, DecoupledPPOLoss,
     DPPOLoss, CustomLoss,

@@ -75,8 +75,8 @@ class TrainerSettings(SettingsSection):
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Learning rate of AdamW after the warm-up. The default suits models of a billion parameters; small ones
     need more."""
-    schedule: Literal["constant", "linear"] = "constant"
-    """Schedule of the learning rate; `linear` falls to a tenth at the last step."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate; `linear` and `cosine` fall to a tenth at the last step."""
     ess_scaling: bool = False
     """Multiply the learning rate of each step by √`ess_rows`, the root of the effective sample size of the
     batch's sequences as a share (docs/losses.md)."""

@@ -78,7 +78,7 @@ def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:
     Its weights would be those of one model, and its tokens those of another. A model that was moved is
     recognised by the tokenizer files in the newest checkpoint.
     """
-    before = _model_of(run_dir)
+    before = saved_model_path(run_dir)
     if before is None or before.resolve() == model.resolve():
         return
     if checkpoint is not None and not before.exists() and _same_tokenizer(model, checkpoint):
@@ -89,7 +89,7 @@ def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:
     )
 
 
-def _model_of(run_dir: Path) -> Path | None:
+def saved_model_path(run_dir: Path) -> Path | None:
     """Return the `model.path` of the run's saved settings; None if they cannot be read."""
     try:
         saved = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))

@@ -111,6 +111,7 @@ HEALTH = {
     "mismatch_kl": ("Mismatch KL", "engine against trainer, same version"),
     "lag_kl": ("Lag KL", "sampling policy against the current one"),
     "loss": ("Loss", ""),
+    "validation/loss": ("Validation loss", "of fine-tuning"),
     "grad_norm": ("Gradient norm", "before clipping"),
     "clip_fraction": ("Capped importance ratios", "share of tokens"),
     "ess": ("Effective sample size", "share of the batch"),

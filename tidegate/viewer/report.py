@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ def opening(run: RunFiles) -> str:
     def at(section: str, key: str) -> str:
         return printable(run.settings.get(section, {}).get(key, "?"))
 
+    if run.is_fine_tuning:
+        return f"Fine-tuning of {at('model', 'path')}."
     if run.by_clients:
         return f"Clients' conversations, starting from {at('model', 'path')}."
     return f"Agent {at('agent', 'use')} on {at('env', 'use')}, starting from {at('model', 'path')}."
@@ -181,7 +184,7 @@ def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
     if seconds is not None:
         yield Tile("Training time", duration(seconds))
     version = run.last("version")
-    if version is not None:
+    if version is not None and not run.is_fine_tuning:
         yield Tile("Policy version", number(version, 0), "published last")
     sampled = run.sampled_tokens()
     trained = sum(value for _, value in run.series("tokens/trained"))
@@ -206,6 +209,9 @@ def meter(share: float) -> Markup:
 
 
 def _next_steps(run: RunFiles) -> list[tuple[str, str]]:
+    if run.is_fine_tuning:
+        config, model = (shlex.quote(str(run.dir / name)) for name in ("config.toml", "model"))
+        return [("train from the result", f"tidegate train {config} --model.path {model}")]
     result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir)}
     if result["checkpoint"] is not None:
         planned, done = run.planned, run.last("step")

@@ -40,8 +40,15 @@ class RunFiles:
     @property
     def planned(self) -> int | None:
         """The limit of its steps; None without one."""
+        if self.is_fine_tuning:
+            return int(self.rows[-1]["sft/steps"])
         steps = self.settings.get("trainer", {}).get("steps")
         return steps if isinstance(steps, int) and steps < ENDLESS else None
+
+    @property
+    def is_fine_tuning(self) -> bool:
+        """Whether it is of `tidegate sft`, whose steps have metrics of their own."""
+        return bool(self.rows) and "sft/steps" in self.rows[-1]
 
     @property
     def by_clients(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from tidegate.config import TrainerSettings
 
 FINAL_RATE = 0.1
-"""Share of the learning rate left at the last step of a linear schedule."""
+"""Share of the learning rate left at the last step of a schedule that falls."""
 
 
 def adamw(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
@@ -27,10 +28,13 @@ def adamw(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
 def learning_rate(settings: TrainerSettings, done: int) -> float:
     """Return the learning rate after `done` steps.
 
-    It rises linearly over `warmup_steps`, then stays constant or falls linearly to FINAL_RATE at `steps`.
+    It rises linearly over `warmup_steps`, then stays constant, or falls to FINAL_RATE at `steps` linearly or
+    as half a period of a cosine.
     """
     rate = settings.learning_rate * min(1.0, (done + 1) / (settings.warmup_steps + 1))
     if settings.schedule == "constant":
         return rate
     share = min(1.0, done / max(1, settings.steps - 1))
+    if settings.schedule == "cosine":
+        share = (1.0 - math.cos(math.pi * share)) / 2
     return rate * (1.0 - (1.0 - FINAL_RATE) * share)

@@ -11,6 +11,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
@@ -209,6 +210,12 @@ class Policy:
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
         """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
         return self._forward.logprobs(rows)
+
+    @collective
+    def validation_loss(self, rows: Sequence[TrainSequence]) -> float:
+        """Return the mean negative log π of the trained tokens, in nats. Nothing is trained on them."""
+        total = sum(float(values.sum(dtype=np.float64)) for values in self.logprobs(rows))
+        return -total / sum(row.trained for row in rows)
 
     @collective
     def save_weights(self, directory: Path, *, durable: bool = False) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from tidegate.errors import ConfigError, StorageError
-from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.batch.rows import TrainSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
@@ -61,29 +62,31 @@ def write_corrections(run_dir: Path, out: Path) -> int:
     written = 0
     with _replacing(out) as part, part.open("wb") as file:
         for step, line in _episodes(run_dir):
-            for name, messages in _corrections(line["metadata"]):
+            for _, name, messages in corrections_of(line["metadata"]):
                 file.write(orjson.dumps({"messages": messages, "name": name, "step": step}) + b"\n")
                 written += 1
     return written
 
 
-def _corrections(metadata: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the name of each feedback with a correction, and the chat.
+def corrections_of(metadata: Mapping[str, Any]) -> Iterator[tuple[int, str, list[Any]]]:
+    """Yield the turn and the name of each feedback with a correction, and the chat, which ends in it.
 
     Groups that clients form have metadata of their own, which may look like anything.
     """
     notes = metadata.get("feedback")
     for key, note in notes.items() if isinstance(notes, dict) else ():
-        if isinstance(note, dict) and isinstance(note.get("correction"), list):
-            yield key.partition(".")[2], note["correction"]
+        turn, _, name = key.partition(".")
+        if isinstance(note, dict) and isinstance(note.get("correction"), list) and turn.isdecimal():
+            yield int(turn), name, note["correction"]
 
 
 def write_parquet(run_dir: Path, out: Path) -> int:
     """Write a Parquet table with a row per token sequence of every episode.
 
-    Columns are those of the episode (step, state, group, slot, task, env, outcome, reward) and lists of equal
-    length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an episode of the batch
-    that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for context) and `advantages`.
+    Columns are those of the episode (step, state, group, slot, task, env, outcome, reward and its parts)
+    and lists of equal length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an
+    episode of the batch that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for
+    context) and `advantages`.
 
     Returns:
         Number of rows.
@@ -127,6 +130,7 @@ def _schema(pa: Any) -> Any:
         {
             "step": integer, "state": text, "session_id": text, "group_id": text, "slot": integer,
             "task_id": text, "env": text, "outcome": text, "reward": pa.float64(),
+            "reward_parts": pa.map_(text, pa.float64()),
             "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
         }
@@ -139,20 +143,33 @@ def _episodes(run_dir: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield step, line
 
 
+def is_left_out(line: Mapping[str, Any]) -> bool:
+    """Return whether the episode of a line was in a step's batch, but was not trained on."""
+    return line["advantage"] is None and bool(line["state"] == State.STEPPED)
+
+
+def sequences_of(line: Mapping[str, Any]) -> list[TrainSequence]:
+    """Return the token sequences of a line, with the mask with which they were, or would be, trained on.
+
+    Raises TrainingError if a turn of it was recorded wrongly.
+    """
+    advantage = line.get("turn_advantages", line["advantage"])
+    rows = rows_of(decode_trajectory(line), 0.0 if advantage is None else advantage)
+    return [replace(row, mask=row.mask & (not is_left_out(line))) for row in rows]
+
+
 def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
     for line in read_lines(path):
-        trajectory = decode_trajectory(line)
-        advantage = line.get("turn_advantages", line["advantage"])
-        left_out = advantage is None and line["state"] == State.STEPPED
-        for row in rows_of(trajectory, 0.0 if advantage is None else advantage):
+        for row in sequences_of(line):
             yield {
                 "step": step,
                 "state": line["state"],
                 **{name: line[name] for name in ("session_id", "group_id", "slot", "task_id", "env")},
-                "outcome": trajectory.outcome.value,
-                "reward": trajectory.reward,
+                "outcome": line["outcome"],
+                "reward": line["reward"],
+                "reward_parts": line["reward_parts"],
                 "input_ids": row.ids,
-                "trained": row.mask & (not left_out),
+                "trained": row.mask,
                 "logprobs": row.logprobs,
                 "versions": row.versions,
                 "advantages": row.advantages,

@@ -167,11 +167,16 @@ class FollowedRun:
         return max(0.0, time.time() - max(times)) if times else None
 
     def status(self) -> str:
-        """Returns `ended`, `running`, or `quiet` if the ledger has no end and no file was written lately."""
-        if self.ledger.end is not None:
+        """Returns `ended`, `running`, or `quiet` if it has no end and no file was written lately."""
+        if self.ledger.end is not None or self._is_tuned():
             return "ended"
         silence = self.silence()
         return "quiet" if silence is None or silence > QUIET_S else "running"
+
+    def _is_tuned(self) -> bool:
+        """Whether it is a fine-tuning, which has no ledger, with all its steps taken."""
+        files = self.files
+        return files.is_fine_tuning and files.rows[-1]["step"] >= files.rows[-1]["sft/steps"]
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -1,0 +1,143 @@
+"""`tidegate sft` as a process: killed anywhere, it ends with the same weights; a run starts from them."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+from examples.tiny_base.make import demonstration
+from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, metrics
+from tidegate.agents.solver import TOOLS
+from tidegate.envs.arithmetic import draw_problem, in_numbers
+from tidegate.failpoints import PASSED, VARIABLE
+from tidegate.trainer.ledger.audit import audit_run
+
+SETTINGS = [
+    "--run.live_view=false", "--sft.batch_size=8", "--sft.epochs=2", "--sft.learning_rate=1e-3",
+    "--eval.every=3", "--sft.validation=0.1", "--trainer.checkpoint_every=3", "--trainer.keep_checkpoints=1",
+]  # fmt: skip
+TIMES = {"time", "time/step", "time/update"}
+TINY_RUN = [
+    "--trainer.steps=1", "--trainer.groups_per_batch=2", "--trainer.group_size=4", "--eval.tasks=4",
+    "--eval.every=0", "--agent.max_concurrency=16", "--trainer.dynamic_sampling=false",
+]  # fmt: skip
+
+pytestmark = pytest.mark.timeout(600)  # each process imports torch
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Right solutions of 40 problems of the demo."""
+    rng, lines = random.Random(0), []
+    while len(lines) < 40:
+        problem = draw_problem(rng)
+        if not problem.held_out:
+            right = in_numbers(problem.template.expression, problem.numbers)
+            chat = {"messages": demonstration(problem.question, right), "tools": TOOLS}
+            lines.append(json.dumps(chat))
+    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def sft(
+    parent: Path, name: str, chats: Path, *arguments: str, environment: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.CompletedProcess[str]:
+    place = [f"--run.dir={parent}", f"--run.name={name}", f"--sft.chats={chats}"]
+    return subprocess.run(
+        [sys.executable, "-m", "tidegate", "sft", str(DEMO), *place, *SETTINGS, *arguments],
+        cwd=REPO, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def killed_at(parent: Path, chats: Path, points: Sequence[str], *arguments: str) -> int:
+    """Runs it until it is complete, resumed after each kill; returns the number of kills."""
+    passed = parent / "passed"
+    passed.mkdir()
+    environment = {**ENVIRONMENT, VARIABLE: ",".join(points), PASSED: str(passed)}
+    kills = 0
+    while True:
+        resume = ["--resume"] if (parent / "killed-sft" / "config.toml").exists() else []
+        ended = sft(parent, "killed", chats, *resume, *arguments, environment=environment)
+        if ended.returncode == 0:
+            return kills
+        assert ended.returncode == -signal.SIGKILL, ended.stderr
+        kills += 1
+        assert kills <= len(points)
+
+
+def numbers(run_dir: Path) -> list[dict[str, Any]]:
+    """The metrics without times."""
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(run_dir)]
+
+
+def same(parent: Path) -> None:
+    whole, killed = parent / "whole-sft", parent / "killed-sft"
+    result = Path("model") / "model.safetensors"
+    assert (whole / result).read_bytes() == (killed / result).read_bytes()
+    assert numbers(whole) == numbers(killed)
+    assert [line["step"] for line in metrics(killed)] == list(range(11))
+
+
+def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path, chats: Path) -> None:
+    ended = sft(tmp_path, "whole", chats)
+    assert ended.returncode == 0, ended.stderr
+    assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
+    points = ["metrics.line.after:6", "sft.model.before"]
+    assert killed_at(tmp_path, chats, points) == len(points)
+    same(tmp_path)
+
+
+EVERYWHERE = [
+    "config.before", "config.after", "metrics.truncated.before", "metrics.truncated.after",
+    "metrics.line.before:3", "metrics.line.after:2", "checkpoint.weights.before", "checkpoint.weights.after",
+    "checkpoint.state.after", "checkpoint.marker.before", "checkpoint.marker.after",
+    "checkpoint.unmarked.before", "checkpoint.unmarked.after", "checkpoint.removed.after",
+    "sft.model.before", "sft.model.after",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("more", [[], ["--trainer.lora.rank=4", "--trainer.activation_checkpointing=true"]])
+def test_killed_at_every_write_it_ends_with_the_same_weights(
+    tmp_path: Path, chats: Path, more: list[str]
+) -> None:
+    assert sft(tmp_path, "whole", chats, *more).returncode == 0
+    assert killed_at(tmp_path, chats, EVERYWHERE, *more) == len(EVERYWHERE)
+    same(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one(tmp_path: Path, chats: Path) -> None:
+    assert sft(tmp_path, "one", chats).returncode == 0
+    ended = sft(tmp_path, "two", chats, "--trainer.ranks=2")
+    assert ended.returncode == 0, ended.stderr
+    one, two = (load_file(tmp_path / f"{name}-sft/model/model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert max(float(abs(one[name] - two[name]).max()) for name in one) < 1e-3
+    for first, second in zip(numbers(tmp_path / "one-sft"), numbers(tmp_path / "two-sft"), strict=True):
+        assert first.keys() == second.keys()
+        for name in {"loss", "validation/loss"} & first.keys():
+            assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_continues_from_the_result(tmp_path: Path, chats: Path) -> None:
+    ended = sft(tmp_path, "both", chats, "--sft.epochs=1", "--then", "train", *TINY_RUN)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    run = tmp_path / "both"
+    assert str(tmp_path / "both-sft" / "model") in (run / "config.toml").read_text()
+    assert [line["step"] for line in metrics(run)] == [0, 1]
+    assert audit_run(run).consistent
+    again = sft(tmp_path, "both", chats, "--sft.epochs=1", "--resume")
+    assert (again.returncode, "has taken all its 5 steps" in again.stderr) == (0, True), again.stderr

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: trains a model on recorded episodes and on chats."""
