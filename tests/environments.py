@@ -124,6 +124,9 @@ class LocalEnvironments:
         state = self._state(episode) if environment.stateful else None
         return await score(environment, task, trajectory, trajectory.output, trajectory.messages, state)
 
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        raise RewardError("there is no judge")
+
     async def teardown(self, episode: str) -> None:
         self.events.append(("teardown", episode))
         self.states.pop(episode, None)

@@ -56,4 +56,7 @@ class LocalRewards:
     async def respond(self, episode: str, reply: Message, key: str | None = None) -> Response:
         raise EpisodeLostError("there is no counterpart")
 
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        raise RewardError("there is no judge")
+
     async def teardown(self, episode: str) -> None: ...

@@ -88,6 +88,7 @@ class Launch:
         check(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
+        settings.env.judge.resolved()  # refuses a missing rubric or key before anything starts
         start = None if fresh else Start.of(settings, resume)
         if start is not None:
             start.lift_quarantine = lift_quarantine
