@@ -91,19 +91,28 @@ class WorkerPool:
         """Rankings in progress by group."""
 
     async def start(self) -> None:
-        """Starts the workers. Raises ConfigError or StartError if the first ones do not start."""
+        """Starts the workers.
+
+        Raises:
+            ConfigError: The environments cannot be loaded, or a reward has the name of one of the judge's.
+            StartError: The first workers do not start.
+            StorageError: The judge's cache cannot be opened.
+        """
         workers = [self._new() for _ in range(self.settings.workers)]
         results = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                await asyncio.gather(*(worker.kill() for worker in workers))
-                raise error
+        try:
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
+            self.about = workers[0].about
+            if self.settings.judge is not None:
+                self._judge = RewardJudge(self.settings.judge, self.settings.judge_cache)
+                self.about = with_judge(self.about, self._judge)
+        except BaseException:
+            await asyncio.gather(*(worker.kill() for worker in workers))
+            raise
         for worker in workers:
             self._add(worker)
-        self.about = workers[0].about
-        if self.settings.judge is not None:
-            self._judge = RewardJudge(self.settings.judge, self.settings.judge_cache)
-            self.about = with_judge(self.about, self._judge)
         self.own(self._sweep())
 
     async def close(self) -> None:
