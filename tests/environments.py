@@ -10,6 +10,7 @@ from typing import Any
 from tidegate.envs.base import Done, Environment
 from tidegate.envs.service.scoring import score
 from tidegate.envs.tools import ToolError, text_of, tool
+from tidegate.errors import RewardError
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.types import Message, Scored, Task, Trajectory
 

@@ -93,8 +93,10 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
+        "envs.judge.judge",
         "envs.service.scoring",
         "trainer.checkpoint.checkpoint",
+        "trainer.records.judge",
         "gateway.environments.client",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",

@@ -117,5 +117,15 @@ class JudgeSettings(SettingsSection):
         return {name: criterion.weight / total for name, criterion in self.criteria.items()}
 
 
+class JudgedEnv(SettingsSection):
+    judge: JudgeSettings = JudgeSettings()
+
+
+class JudgeCommand(SettingsSection):
+    """Settings of `tidegate judge`."""
+
+    env: JudgedEnv = JudgedEnv()
+
+
 LONGEST_DELAY_S = 8.0
 """Longest delay between two calls of a verdict."""

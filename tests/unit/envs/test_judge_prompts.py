@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tidegate.envs.judge.prompts import MAX_SHOWN, Prompt, UnreadableReplyError, prompt_of, read_scores, shown
+from tidegate.envs.judge.prompts import (
+    MAX_SHOWN,
+    JudgePrompt,
+    UnreadableReplyError,
+    prompt_of,
+    read_scores,
+    shown,
+)
 from tidegate.settings.judge import JudgeSettings
 from tidegate.types import Message, Outcome, Task, Trajectory
 
@@ -15,7 +22,7 @@ def ended(messages: list[Message], output: str | None) -> Trajectory:
     return Trajectory("s", "t", "e", "train", Outcome.COMPLETED, [], output=output, messages=messages)
 
 
-def asked(work: list[str], **settings: object) -> tuple[Prompt, str]:
+def asked(work: list[str], **settings: object) -> tuple[JudgePrompt, str]:
     judge = {"url": "http://j/v1", "model": "m", "rubric": "Be right.", **settings}
     prompt = prompt_of(JudgeSettings.model_validate(judge), TASK, work)
     return prompt, str(prompt.messages[-1]["content"])

@@ -35,7 +35,7 @@ class UnreadableReplyError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class JudgePrompt:
     """One question to a judge."""
 
     messages: Sequence[Message]
@@ -55,7 +55,7 @@ def shown(task: Task, trajectory: Trajectory) -> str:
     return _bounded("\n".join(lines) or "(the agent did nothing)")
 
 
-def prompt_of(settings: JudgeSettings, task: Task, work: Sequence[str]) -> Prompt:
+def prompt_of(settings: JudgeSettings, task: Task, work: Sequence[str]) -> JudgePrompt:
     """Returns the question about one attempt, or in the kind `ranking` about several.
 
     Args:
@@ -78,7 +78,7 @@ def prompt_of(settings: JudgeSettings, task: Task, work: Sequence[str]) -> Promp
     parts.append(ASKED[settings.kind].format(names=", ".join(names)))
     parts.append(FORM.format(scores=", ".join(f'"{name}": …' for name in names)))
     system = {"role": "system", "content": SYSTEM.format(mark=mark)}
-    return Prompt([system, {"role": "user", "content": "\n\n".join(parts)}], names)
+    return JudgePrompt([system, {"role": "user", "content": "\n\n".join(parts)}], names)
 
 
 def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:

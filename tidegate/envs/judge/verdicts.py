@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from tidegate.envs.judge.cache import ReplyCache
-from tidegate.envs.judge.prompts import Prompt, UnreadableReplyError, read_scores
+from tidegate.envs.judge.prompts import JudgePrompt, UnreadableReplyError, read_scores
 from tidegate.errors import RewardError, StorageError
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
@@ -53,7 +53,7 @@ class Verdicts(HttpClient):
         self._slots = asyncio.Semaphore(settings.max_concurrency)
         self._asking: dict[str, asyncio.Task[tuple[dict[str, float], Counter[str]]]] = {}
 
-    async def scores(self, prompt: Prompt) -> tuple[dict[str, float], dict[str, float]]:
+    async def scores(self, prompt: JudgePrompt) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the scores by name, and what they cost as metrics of an episode: `judge/calls`,
         `judge/cached`, `judge/errors` (calls that failed), `judge/prompt_tokens`, `judge/completion_tokens`
         and `judge/seconds`.
@@ -90,16 +90,16 @@ class Verdicts(HttpClient):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("%s", error)
 
-    def _key(self, prompt: Prompt) -> str:
+    def _key(self, prompt: JudgePrompt) -> str:
         asked = [self._settings.url, self._body(prompt), list(prompt.names)]
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
-    def _body(self, prompt: Prompt) -> dict[str, Any]:
+    def _body(self, prompt: JudgePrompt) -> dict[str, Any]:
         return {
             **self._settings.options, "model": self._settings.model, "messages": list(prompt.messages),
         }  # fmt: skip
 
-    async def _ask(self, key: str, prompt: Prompt) -> tuple[dict[str, float], Counter[str]]:
+    async def _ask(self, key: str, prompt: JudgePrompt) -> tuple[dict[str, float], Counter[str]]:
         spent: Counter[str] = Counter()
         if (known := await self._read(key, prompt)) is not None:
             return known, Counter(cached=1)
@@ -128,7 +128,7 @@ class Verdicts(HttpClient):
             spent,
         )
 
-    async def _call(self, prompt: Prompt, spent: Counter[str]) -> str:
+    async def _call(self, prompt: JudgePrompt, spent: Counter[str]) -> str:
         """Returns the text of a reply. Raises _FailedCallError."""
         timeout = aiohttp.ClientTimeout(total=self._settings.timeout_s)
         try:
@@ -148,7 +148,7 @@ class Verdicts(HttpClient):
             raise _FailedCallError(f"status {response.status}: {said}", final=final, after_s=after_s)
         return _text(content, spent)
 
-    async def _read(self, key: str, prompt: Prompt) -> dict[str, float] | None:
+    async def _read(self, key: str, prompt: JudgePrompt) -> dict[str, float] | None:
         try:
             known = await asyncio.to_thread(self._cache.get, key)
             return None if known is None else read_scores(known, prompt.names)

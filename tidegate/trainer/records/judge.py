@@ -96,13 +96,14 @@ class JudgeRecord:
 
 def spearman(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> float | None:
     """Return the rank correlation, equal values having their mean rank; None if a side does not vary."""
-    ranks = [_ranks(first), _ranks(second)]
-    if any(np.ptp(side) == 0 for side in ranks):
+    sides = [ranks(first), ranks(second)]
+    if any(np.ptp(side) == 0 for side in sides):
         return None
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return float(np.corrcoef(sides[0], sides[1])[0, 1])
 
 
-def _ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the ranks from 1, equal values having their mean rank; shape [values]."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     means: npt.NDArray[np.float64] = (ends - (counts - 1) / 2)[inverse]
