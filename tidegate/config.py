@@ -219,6 +219,10 @@ class Settings(SettingsSection):
         if source != "client" and only_clients:
             raise ValueError(f'{only_clients[0]} is for agent.source = "client"')
         sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
+        if gateway.url is not None and self.env.judge.url is not None:
+            raise ValueError(
+                f"env.judge has no effect with gateway.url: the gateway at {gateway.url} has its own judge"
+            )
         if source == "client" and self.env.judge.kind == "ranking":
             raise ValueError(
                 'env.judge.kind = "ranking" has no effect with agent.source = "client": a conversation is a '
