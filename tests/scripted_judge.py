@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +45,17 @@ class Endpoint:
     reply: Callable[[dict[str, Any]], str | tuple[int, str]] = graded
     hold: asyncio.Event | None = None
     """Replies wait for it."""
+    loop: asyncio.AbstractEventLoop | None = None
     running: int = 0
     most: int = 0
     """Most calls at the same time."""
+
+    def release(self) -> None:
+        """Ends the hold, from any thread."""
+        assert self.loop is not None
+        assert self.hold is not None
+        self.loop.call_soon_threadsafe(self.hold.set)
+        self.hold = None
 
     def settings(self, **others: Any) -> dict[str, Any]:
         return {"url": self.url, "model": "grader", "rubric": "be right", **others}
@@ -55,7 +64,7 @@ class Endpoint:
 @contextlib.asynccontextmanager
 async def judging() -> AsyncIterator[Endpoint]:
     """Serves a judge."""
-    endpoint = Endpoint()
+    endpoint = Endpoint(loop=asyncio.get_running_loop())
 
     async def complete(request: web.Request) -> web.Response:
         body = await request.json()
@@ -81,3 +90,20 @@ async def judging() -> AsyncIterator[Endpoint]:
     async with served_app(app) as url:
         endpoint.url = f"{url}/v1"
         yield endpoint
+
+
+@contextlib.contextmanager
+def judge_in_thread() -> Iterator[Endpoint]:
+    """Serves a judge in a thread, for tests without a loop."""
+    loop = asyncio.new_event_loop()
+    serving = judging()
+    endpoint = loop.run_until_complete(serving.__aenter__())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(serving.__aexit__(None, None, None))
+        loop.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.scripted_judge import Endpoint, judging
+from tests.scripted_judge import Endpoint, judge_in_thread
 from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.evaluation.agreement import auc, compare, read_labelled
@@ -72,17 +70,8 @@ def test_rows_that_are_invalid_are_named(tmp_path: Path, row: str, why: str) -> 
 
 @pytest.fixture
 def judge() -> Iterator[Endpoint]:
-    """A judge that is served in a loop of its own, as the command has one."""
-    loop = asyncio.new_event_loop()
-    serving = judging()
-    endpoint = loop.run_until_complete(serving.__aenter__())
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    yield endpoint
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.run_until_complete(serving.__aexit__(None, None, None))
-    loop.close()
+    with judge_in_thread() as endpoint:
+        yield endpoint
 
 
 def gold(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
