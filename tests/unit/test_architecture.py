@@ -76,6 +76,7 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "envs.judge.judge",
         "envs.service.episodes",
         "envs.service.scoring",
         "gateway.rendering.conformance",
