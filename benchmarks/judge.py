@@ -64,7 +64,9 @@ def measure(arm: str, directory: Path, overrides: list[str]) -> dict[str, Any]:
         "arm": arm,
         "before": result.initial_eval["eval/reward"],
         "after": result.final_eval["eval/reward"],
-        "agreement": lines[-1].get("judge/agreement"),
+        "agreement": next(
+            (line["judge/agreement"] for line in reversed(lines) if "judge/agreement" in line), None
+        ),
         **{name: sum(line[f"judge/{name}"] for line in lines) for name in ("calls", "cached", "errors")},
         "served": judge.calls,
         "failed": judge.failures,

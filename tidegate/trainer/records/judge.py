@@ -18,9 +18,11 @@ WINDOW = 256
 """Newest episodes that are compared."""
 FEWEST = 64
 """Episodes without which nothing is compared."""
+FEWEST_OTHERS = 16
+"""Episodes whose own reward is not the most frequent one, without which the agreement is unknown."""
 LOW = 0.3
 """Agreement below which a run warns."""
-FALL = 0.3
+FALL = 0.4
 """Fall of the agreement from its highest value above which a run warns."""
 SIGNIFICANT = 3.0
 """Standard errors between the halves of the window above which a mean has changed."""
@@ -75,15 +77,16 @@ class JudgeRecord:
             "fell: the policy may exploit the judge (docs/judges.md)",
         )  # fmt: skip
         metrics = {"judge/diverging": float(diverging)}
-        agreement = spearman(pairs[:, 0], pairs[:, 1])
-        if agreement is None:
+        _, counts = np.unique(pairs[:, 1], return_counts=True)
+        if len(pairs) - counts.max() < FEWEST_OTHERS:
             return metrics
+        agreement = somers_d(pairs[:, 0], pairs[:, 1])
         self._highest = max(self._highest, agreement) if len(pairs) == WINDOW else self._highest
         self._warn(
             "agreement", agreement < max(LOW, self._highest - FALL),
-            f"the judge agrees little with the environment's own reward: rank correlation {agreement:.2f} "
-            f"over the last {len(pairs)} episodes, at most {max(self._highest, agreement):.2f} before "
-            "(judge/agreement; docs/judges.md)",
+            f"the judge agrees little with the environment's own reward: {agreement:.2f} over the last "
+            f"{len(pairs)} episodes, at most {max(self._highest, agreement):.2f} before (judge/agreement; "
+            "docs/judges.md)",
         )  # fmt: skip
         return metrics | {"judge/agreement": agreement}
 
@@ -92,6 +95,19 @@ class JudgeRecord:
         if holds and what not in self._warned:
             self._note(text)
         (self._warned.add if holds else self._warned.discard)(what)
+
+
+def somers_d(scores: npt.NDArray[np.float64], rewards: npt.NDArray[np.float64]) -> float:
+    """Return Somers' D (1962): over the pairs with different rewards, the share of those that the scores
+    order alike, less the share that they order otherwise. It does not depend on how frequent a reward is.
+
+    Raises:
+        ValueError: All rewards are equal.
+    """
+    better = rewards[:, None] > rewards[None, :]
+    if not better.any():
+        raise ValueError("equal rewards have no order")
+    return float(np.sign(scores[:, None] - scores[None, :])[better].mean())
 
 
 def spearman(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> float | None:

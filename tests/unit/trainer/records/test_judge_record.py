@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
+import pytest
+
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
-from tidegate.trainer.records.judge import WINDOW, JudgeRecord
+from tidegate.trainer.records.judge import WINDOW, JudgeRecord, somers_d
 from tidegate.trainer.records.recorder import custom_metrics
 from tidegate.types import Trajectory
 
@@ -40,8 +43,8 @@ def test_the_costs_are_no_metrics_of_an_episode() -> None:
 def test_a_judge_that_agrees_gives_no_warning() -> None:
     notes: list[str] = []
     record, rng = JudgeRecord(notes.append), random.Random(0)
-    for _ in range(10):
-        own = [float(rng.random() < 0.5) for _ in range(WINDOW // 4)]
+    for phase in range(10):
+        own = [float(rng.random() < 0.5 + phase / 25) for _ in range(WINDOW // 4)]
         record.add(episode(abs(one - (rng.random() < 0.1)), one, seconds=1.0) for one in own)
         metrics = record.metrics()
         assert metrics["judge/agreement"] > 0.6
@@ -59,7 +62,7 @@ def test_an_agreement_that_falls_is_warned_of_once() -> None:
         metrics = record.metrics()
     assert metrics["judge/agreement"] < 0.3
     [note] = notes
-    assert "rank correlation" in note
+    assert "agrees little" in note
     assert "1.00 before" in note
 
 
@@ -78,4 +81,18 @@ def test_few_episodes_or_equal_ones_are_not_compared() -> None:
     record.add(episode(0.5, float(n % 2), seconds=1.0) for n in range(10))
     assert "judge/agreement" not in record.metrics()
     record.add(episode(0.5, float(n % 2), seconds=1.0) for n in range(WINDOW))
-    assert "judge/agreement" not in record.metrics(), "a constant has no rank correlation"
+    assert record.metrics()["judge/agreement"] == 0.0, "a constant orders nothing"
+    record.add(episode(0.5, float(n > 8), seconds=1.0) for n in range(WINDOW))
+    assert "judge/agreement" not in record.metrics(), "the environment's reward hardly varies"
+
+
+def test_the_agreement_does_not_depend_on_how_frequent_a_reward_is() -> None:
+    def noisy(good: int, bad: int) -> float:
+        rewards = np.repeat([1.0, 0.0], [good, bad])
+        wrong = np.concatenate([np.arange(good) % 10 == 0, np.arange(bad) % 10 == 0])
+        return somers_d(abs(rewards - wrong), rewards)
+
+    assert noisy(100, 100) == pytest.approx(0.8)
+    assert noisy(1000, 20) == pytest.approx(0.8)
+    with pytest.raises(ValueError, match="equal rewards"):
+        somers_d(np.ones(3), np.ones(3))
