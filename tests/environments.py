@@ -10,6 +10,7 @@ from typing import Any
 from tidegate.envs.base import Done, Environment
 from tidegate.envs.service.scoring import score
 from tidegate.envs.tools import ToolError, text_of, tool
+from tidegate.errors import RewardError
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.types import Message, Scored, Task, Trajectory
 
@@ -123,6 +124,9 @@ class LocalEnvironments:
         environment = self._environments[task.env]
         state = self._state(episode) if environment.stateful else None
         return await score(environment, task, trajectory, trajectory.output, trajectory.messages, state)
+
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        raise RewardError("there is no judge")
 
     async def teardown(self, episode: str) -> None:
         self.events.append(("teardown", episode))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.envs.service.scoring import check
@@ -55,5 +55,8 @@ class LocalRewards:
 
     async def respond(self, episode: str, reply: Message, key: str | None = None) -> Response:
         raise EpisodeLostError("there is no counterpart")
+
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        raise RewardError("there is no judge")
 
     async def teardown(self, episode: str) -> None: ...

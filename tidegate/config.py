@@ -115,7 +115,8 @@ class Settings(SettingsSection):
     @property
     def stall_timeout_s(self) -> float:
         """Time without progress after which the run stops: at least twice the deadlines of an episode."""
-        return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + self.env.reward_timeout_s))
+        rewards_s = self.env.reward_timeout_s + self.env.judge.limit_s
+        return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + rewards_s))
 
     @property
     def run_dir(self) -> Path:
@@ -232,8 +233,18 @@ class Settings(SettingsSection):
         if source != "client" and only_clients:
             raise ValueError(f'{only_clients[0]} is for agent.source = "client"')
         sections: dict[str, SettingsSection] = {"env": self.env, "eval": self.eval}
+        if gateway.url is not None and self.env.judge.url is not None:
+            raise ValueError(
+                f"env.judge has no effect with gateway.url: the gateway at {gateway.url} has its own judge"
+            )
+        if source == "client" and self.env.judge.kind == "ranking":
+            raise ValueError(
+                'env.judge.kind = "ranking" has no effect with agent.source = "client": a conversation is a '
+                'group of its own; use "score" or "criteria"'
+            )
         for name, section in sections.items() if source == "client" else ():
-            if idle := section.other_than_default(*type(section).model_fields):
+            names = [field for field in type(section).model_fields if field != "judge"]
+            if idle := section.other_than_default(*names):
                 raise ValueError(
                     f'{name}.{idle[0]} has no effect with agent.source = "client": clients have the tasks, '
                     "post the rewards and evaluate"

@@ -17,6 +17,8 @@ the status 408, 409, 429 or 5xx.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 STOPPED = 130
 """Exit code after Ctrl-C or SIGTERM; not an error."""
 
@@ -109,7 +111,15 @@ class NoUsableEpisodesError(TidegateError):
 
 
 class RewardError(TidegateError):
-    """A reward function raised, hung, or did not return a finite number: outcome `reward_error`."""
+    """A reward function raised, hung, or did not return a finite number, or a judge's reply was no verdict:
+    outcome `reward_error`.
+
+    `metrics` are those of the failed episode.
+    """
+
+    def __init__(self, message: str, metrics: Mapping[str, float] | None = None) -> None:
+        super().__init__(message)
+        self.metrics = dict(metrics or {})
 
 
 class RewardUnavailableError(RewardError):

@@ -87,6 +87,7 @@ class Launch:
     ) -> None:
         """Raises StartError or ConfigError, and NothingToDo if the run is complete."""
         check(settings)
+        settings = _with_rubric(settings)
         environment = load_environment(settings.env.use, settings.env.options)
         check_reward_timeout(environment, settings.env.reward_timeout_s)
         if settings.eval.suites:
@@ -134,6 +135,16 @@ class Launch:
             os._exit(STOPPED)  # owned processes exit when their stdin closes
         self._view.note("finishing the current step and writing a checkpoint; Ctrl-C again exits at once")
         self._run.stop.set()
+
+
+def _with_rubric(settings: Settings) -> Settings:
+    """Returns the settings with the text of `env.judge.rubric_file`, which other machines may not have.
+
+    Raises:
+        ConfigError: The file cannot be read, or the key of the judge is not set.
+    """
+    env = settings.env.model_copy(update={"judge": settings.env.judge.resolved()})
+    return settings.model_copy(update={"env": env})
 
 
 def check(settings: Settings) -> None:

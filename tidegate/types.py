@@ -46,7 +46,8 @@ class Outcome(StrEnum):
     """An engine, the worker, the environment's state, or a service that the agent uses (it raised
     `InfrastructureError`) failed."""
     REWARD_ERROR = "reward_error"
-    """A reward function raised, exceeded its timeout, or did not return a finite number."""
+    """A reward function raised, exceeded its timeout, or did not return a finite number, or a judge gave no
+    verdict."""
     TIMEOUT = "timeout"
     """The agent did not return before its deadline."""
     CANCELLED = "cancelled"

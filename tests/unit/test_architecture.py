@@ -77,6 +77,7 @@ ALLOWED = {
     "doctor": {
         "agents.base",
         "envs.base",
+        "envs.judge.judge",
         "envs.service.episodes",
         "envs.service.scoring",
         "gateway.rendering.conformance",
@@ -94,8 +95,10 @@ ALLOWED = {
     },
     "evaluation": {
         "envs.base",
+        "envs.judge.judge",
         "envs.service.scoring",
         "trainer.checkpoint.checkpoint",
+        "trainer.records.judge",
         "gateway.environments.client",
         "gateway.groups.rewards",
         "trainer.processes.supervisor",

@@ -12,9 +12,11 @@ from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
 from tidegate.settings.sections import arguments_of, differences, dump, known_keys, load, overlay, split_words
 from tidegate.settings.servers import GatewayCommand, VLLMCommand
+from tidegate.trainer.processes.servers import gateway_arguments, judge_secrets
 
 MODEL = ["--model.path", "somewhere"]
 EVALUATED = [*MODEL, "--trainer.promotion.mode=evaluated", "--engine.count=2"]
+JUDGE = ["--env.judge.url=http://j:1/v1", "--env.judge.model=m", "--env.judge.rubric=be right"]
 CLIENT = [*MODEL, "--agent.source=client", "--gateway.keys=keys.json"]
 
 
@@ -118,6 +120,11 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*CLIENT, "--agent.max_concurrency=2"], "agent.max_concurrency has no effect"),
         ([*CLIENT, "--env.use=gsm8k"], "env.use has no effect"),
         ([*CLIENT, "--eval.every=5"], "eval.every has no effect"),
+        ([*CLIENT, *JUDGE, "--env.judge.kind=ranking"], "a conversation is a group of its own"),
+        ([*MODEL, *JUDGE, "--gateway.url=http://g:1"], "env.judge has no effect with gateway.url"),
+        ([*MODEL, *JUDGE, "--env.urls=http://e:1"], "env.judge has no effect with env.urls"),
+        ([*MODEL, "--env.judge.weight=2"], "env.judge.weight has no effect without env.judge.url"),
+        ([*MODEL, *JUDGE, "--env.judge.rubrik=r"], "did you mean 'env.judge.rubric'"),
         ([*CLIENT, "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
         ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': not a URL"),
         ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': not a URL"),
@@ -377,3 +384,31 @@ def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(
     file.write_text('[model]\npath = "m"\n[agent]\nuse = "a.py:b"\nworkers = 2\ndeadline_s = 9\n')
     agent = load_settings(file, ["--agent.source=remote", "--agent.heartbeat_s=2"]).agent
     assert (agent.source, agent.use, agent.workers, agent.deadline_s) == ("remote", "solver", 1, 9)
+
+
+def test_a_judge_of_conversations_is_no_other_setting_of_an_environment() -> None:
+    settings = load_settings(None, [*CLIENT, *JUDGE])
+    assert settings.env.judge.rubric == "be right"
+
+
+def test_the_rubric_is_on_no_command_line(tmp_path: Path) -> None:
+    settings = load_settings(None, [*MODEL, *JUDGE])
+    words = gateway_arguments(settings, "127.0.0.1")
+    assert not [word for word in words if "judge" in word]
+    secrets = judge_secrets(settings, tmp_path)
+    assert secrets["judge"]["rubric"] == "be right"
+    assert secrets["judge_cache"] == str(tmp_path / "judge.sqlite")
+    assert judge_secrets(load_settings(None, MODEL), tmp_path) == {}
+
+
+def test_criteria_are_given_as_tables(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    judge = '[env.judge]\nurl = "http://j/v1"\nmodel = "m"\nkind = "criteria"\n'
+    criterion = '[env.judge.criteria.right]\nrubric = "r"\nweight = 3\n'
+    file.write_text(f'[model]\npath = "m"\n{judge}{criterion}')
+    settings = load_settings(file, ["--env.judge.criteria.brief.rubric=short"])
+    assert settings.env.judge.shares() == {"right": 0.75, "brief": 0.25}
+    again = tmp_path / "again.toml"
+    again.write_text(dump(settings))
+    assert load_settings(again).env.judge == settings.env.judge
+    assert load_settings(file, ["--env.judge.kind=score", "--env.judge.rubric=r"]).env.judge.criteria == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
 from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
@@ -41,6 +42,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.service.api_key import ENV_KEY
     from tidegate.service.process_secrets import receive_secrets, shield_process
     from tidegate.service.serve import Listen
+    from tidegate.settings.judge import JudgeSettings
     from tidegate.settings.sections import load
     from tidegate.settings.servers import EnvCommand
 
@@ -48,8 +50,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     use = [] if arguments.use is None else ["--env.use", arguments.use]
     env = load(EnvCommand, None, [*use, *rest]).env
     secrets: dict[str, Any] = {"key": os.environ.pop(ENV_KEY, None), "options": env.options}
+    judge = env.judge.resolved()
     if arguments.secrets_fd is not None:
         secrets = receive_secrets(arguments.secrets_fd)
+        judge = JudgeSettings.model_validate(secrets.get("judge", {}))
     log_to_stderr()
     environment = {
         "use": env.use,
@@ -57,7 +61,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         "conversation_rewards": secrets.get("conversation_rewards", []),
         "reward_range": secrets.get("reward_range"),
     }
-    settings = PoolSettings(environment, env.workers, env.reward_timeout_s, env.call_timeout_s)
+    cache = secrets.get("judge_cache")
+    settings = PoolSettings(
+        environment, env.workers, env.reward_timeout_s, env.call_timeout_s,
+        None if judge.url is None else judge, None if cache is None else Path(cache),
+    )  # fmt: skip
     listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, arguments.fd)
     serve(settings, secrets["key"], listen)
     return 0

@@ -81,10 +81,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _secrets(arguments: argparse.Namespace, settings: GatewayCommand, keys: dict[str, str]) -> dict[str, Any]:
     """Returns the secrets passed by the parent process, else those of the settings and environment."""
     if arguments.secrets_fd is not None:
-        return {"env_options": {}, **receive_secrets(arguments.secrets_fd)}
+        return {"env_options": {}, "judge": {}, **receive_secrets(arguments.secrets_fd)}
     if settings.gateway.admin_key is not None:
         keys["admin_key"] = settings.gateway.admin_key
-    return {"env_options": settings.env.options, **keys}
+    judge = settings.env.judge.resolved().model_dump(mode="json")
+    return {"env_options": settings.env.options, "judge": judge, **keys}
 
 
 def _options(
@@ -137,15 +138,18 @@ def _environments(settings: GatewayCommand, secrets: dict[str, Any]) -> Environm
     env, gateway = settings.env, settings.gateway
     if env.urls:
         return EnvironmentClient(env.urls, secrets.get("env_key"))
-    if not (env.use or gateway.conversation_rewards):
+    judge = secrets["judge"]
+    if not (env.use or gateway.conversation_rewards or judge.get("url")):
         return None
     command = EnvCommand.model_validate({"env": env.model_dump(exclude={"urls"})})
     environment = {
         "options": secrets["env_options"],
         "conversation_rewards": gateway.conversation_rewards,
         "reward_range": gateway.reward_range,
+        "judge": judge,
+        "judge_cache": secrets.get("judge_cache"),
     }
-    return OwnedEnvironments(arguments_of(command, "env.options"), environment)
+    return OwnedEnvironments(arguments_of(command, "env.options", "env.judge"), environment)
 
 
 def _shard_arguments(arguments: argparse.Namespace, settings: GatewayCommand) -> Callable[[int], list[str]]:
@@ -153,7 +157,8 @@ def _shard_arguments(arguments: argparse.Namespace, settings: GatewayCommand) ->
     from tidegate.gateway.sharding.shard import journal_of
     from tidegate.settings.sections import arguments_of
 
-    shared = arguments_of(settings, "gateway.shards", "gateway.port", "gateway.admin_key", "env.options")
+    without = ("gateway.shards", "gateway.port", "gateway.admin_key", "env.options", "env.judge")
+    shared = arguments_of(settings, *without)
     if arguments.access_log:
         shared.append("--access-log")
 

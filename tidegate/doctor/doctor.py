@@ -14,6 +14,7 @@ from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
 from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
 from tidegate.doctor.install import check_install, check_port
+from tidegate.doctor.judge import check_judge
 from tidegate.doctor.model import check_model
 from tidegate.doctor.rewards import check_rewards
 from tidegate.doctor.sandbox import check_sandbox
@@ -23,6 +24,7 @@ from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.settings.judge import JudgeSettings
 from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.provider import GatewayAccess
@@ -61,6 +63,10 @@ class Examination:
             else:
                 self._skip("rewards", "the environment's states have an error")
                 environment = None
+        if environment is not None and not self._report(
+            await check_judge(self.settings.env.judge, environment)
+        ):
+            self._remove_judge()
         async with contextlib.AsyncExitStack() as stack:
             await self._with_processes(stack, renderer, environment)
         return self.findings
@@ -74,6 +80,11 @@ class Examination:
 
     def _skip(self, check: str, why: str) -> None:
         self._report([note(check, "skipped", f"skipped: {why}")])
+
+    def _remove_judge(self) -> None:
+        """Lets the other checks run without the judge."""
+        env = self.settings.env.model_copy(update={"judge": JudgeSettings()})
+        self.settings = self.settings.model_copy(update={"env": env})
 
     def _take_another_port(self) -> None:
         """Provides a replacement so that the other checks can run."""

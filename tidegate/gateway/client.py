@@ -14,6 +14,7 @@ from urllib.parse import quote
 import aiohttp
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.errors import UNRANKED
 from tidegate.gateway.ids import agents_key
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
@@ -276,10 +277,27 @@ class GatewayClient(HttpClient):
 
     async def seal_group(
         self, group_id: str, task_id: str, sessions: Sequence[str], epoch: int | None = None
-    ) -> None:
-        """Makes a group of finished sessions ready to be leased. Idempotent. Raises 410 as `finish`."""
-        body = {"task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch}
-        await self._json("POST", f"/groups/{_quote(group_id)}/seal", body)
+    ) -> str | None:
+        """Makes a group of finished sessions ready to be leased, after its ranking, if a judge ranks it.
+
+        Idempotent. Raises 410 as `finish`.
+
+        Returns:
+            Why it cannot be ranked; None if it is ready.
+        """
+        body = {
+            "task_id": task_id, "sessions": list(sessions), "trainer_epoch": epoch, "wait_s": FINISH_S / 2,
+        }  # fmt: skip
+        try:
+            while not (await self._json("POST", f"/groups/{_quote(group_id)}/seal", body, FINISH_S))[
+                "sealed"
+            ]:
+                pass
+        except GatewayError as error:
+            if error.status != UNRANKED:
+                raise
+            return str(error)
+        return None
 
     async def drop_group(
         self, group_id: str, epoch: int | None = None, why: str | None = None

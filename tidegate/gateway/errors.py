@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from tidegate.errors import TidegateError
 
+UNRANKED = 424
+"""Status of the sealing of a group whose ranking failed."""
+
 
 class ApiError(TidegateError):
     """An error response to a call.

@@ -19,6 +19,7 @@ from tidegate.gateway.environments.calls import EnvironmentCalls
 from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
 from tidegate.gateway.groups.rewards import Scorer
+from tidegate.gateway.groups.sealing import GroupSealer
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.ids import hash_key, new_id, new_key
 from tidegate.gateway.journal.base import Journal, Recovered
@@ -40,7 +41,7 @@ from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
-from tidegate.types import Group, Outcome, Trajectory, fields_of
+from tidegate.types import Outcome, Trajectory, fields_of
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 1.0
@@ -66,6 +67,7 @@ class Gateway:
             options.id_prefix,
             on_new_epoch=lambda: self.finisher.cancel_older(),
         )
+        self.sealer = GroupSealer(options.environments, self.sessions, self.groups)
         self.scorer = Scorer(options.environments)
         self.states = EpisodeStates(options.environments, self.journal, options.grace_s)
         self.environments = EnvironmentCalls(self.states, self.journal, self.metrics)
@@ -123,6 +125,7 @@ class Gateway:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
         self.threads.close()
+        await self.sealer.close()
         await self.states.close(keep=self.options.journal is not None)
         await self.pool.close()
         await self.journal.close()
@@ -292,16 +295,21 @@ class Gateway:
     # -- groups ----------------------------------------------------------------------------------
 
     async def seal(
-        self, group_id: str, task_id: str, session_ids: list[str], epoch: int | None = None
-    ) -> None:
-        """Makes a group of finished sessions ready. Idempotent. Raises GatewayError.
+        self,
+        group_id: str,
+        task_id: str,
+        session_ids: list[str],
+        epoch: int | None = None,
+        wait_s: float | None = None,
+    ) -> bool:
+        """Makes a group of finished sessions ready. Arguments and result are those of `GroupSealer.seal`.
 
         On a gateway that a trainer manages, only its own groups and those of clients with a project key are
         accepted: others are in no ledger.
         """
         await self.groups.begin_epoch(epoch)
         if self.groups.get(group_id) is not None:
-            return
+            return True
         by_client = any(member.client is not None for member in self.sessions.of_group(group_id))
         if epoch is None and self.pool.trainer_managed and not by_client:
             raise GatewayError(
@@ -309,22 +317,8 @@ class Gateway:
                 "groups that it issued. Use a gateway that no trainer manages, and lease the group there",
                 status=403,
             )
-        if self.groups.end_reason(group_id) is None and not session_ids:
-            raise GatewayError(f"group {group_id} cannot be sealed without sessions", status=400)
-        trajectories = []
-        for session_id in session_ids if self.groups.end_reason(group_id) is None else ():
-            session = self.session(session_id)
-            if session.trajectory is None or session.group_id != group_id:
-                what = "not finished" if session.trajectory is None else f"of group {session.group_id!r}"
-                raise GatewayError(f"session {session_id} is {what}", status=400)
-            if session.trajectory.reward is None:
-                raise GatewayError(
-                    f"session {session_id} ended {session.trajectory.outcome}: it has no reward", status=400
-                )
-            trajectories.append(session.trajectory)
         _check_storable(task_id)
-        trajectories.sort(key=lambda trajectory: -1 if trajectory.slot is None else trajectory.slot)
-        await self.groups.seal(Group(group_id, task_id, trajectories), epoch)
+        return await self.sealer.seal(group_id, task_id, session_ids, epoch, wait_s)
 
     async def ack(self, epoch: int, lease_id: str, outcome: str, why: str | None = None) -> None:
         """Ends a lease, its group and the group's sessions. Idempotent."""
@@ -354,6 +348,7 @@ class Gateway:
             self.sessions.forget(session)
 
     def _stop_sessions(self, group_id: str, why: str) -> None:
+        self.sealer.forget(group_id)
         for session in self.sessions.of_group(group_id):
             session.stop(why)
 

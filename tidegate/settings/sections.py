@@ -59,7 +59,9 @@ class SettingsSection(BaseModel):
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
-def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -> Model:
+def load(
+    model: type[Model], path: Path | None, overrides: Sequence[str] = (), only: Sequence[str] = ()
+) -> Model:
     """Reads settings from a TOML file and dotted overrides.
 
     Args:
@@ -68,16 +70,26 @@ def load(model: type[Model], path: Path | None, overrides: Sequence[str] = ()) -
         overrides: `--section.key value` or `--section.key=value`. Values of text settings are text; a list is
             TOML, or one of its elements, and may be repeated; others are read as TOML if that is possible,
             else as text.
+        only: Path of the section of the file that is read, as ("env", "judge"); by default all of them.
 
     Raises:
         ConfigError: A setting is invalid; the message names the key, the file and the nearest known key.
     """
-    return _load(model, _read_toml(path) if path is not None else {}, overrides, path)
+    raw = _read_toml(path) if path is not None else {}
+    return _load(model, _part(raw, only) if only else raw, overrides, path)
 
 
 def overlay(model: Model, overrides: Sequence[str]) -> Model:
     """Returns a copy of settings with dotted overrides; raises ConfigError."""
     return _load(type(model), model.model_dump(), overrides, None)
+
+
+def _part(raw: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Returns the tables with the section at a path alone; empty if there is none."""
+    table = raw.get(path[0], {})
+    if len(path) > 1:
+        table = _part(table, path[1:]) if isinstance(table, dict) else {}
+    return {path[0]: table} if table else {}
 
 
 def _load(model: type[Model], raw: dict[str, Any], overrides: Sequence[str], file: Path | None) -> Model:

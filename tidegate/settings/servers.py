@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
+from tidegate.settings.judge import JudgeSettings
 from tidegate.settings.sections import HttpUrl, SettingsSection
 
 
@@ -167,6 +168,7 @@ class ServedEnv(SettingsSection):
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
     call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Timeout of a tool call, of an episode's set-up, and of an answer of its counterpart."""
+    judge: JudgeSettings = JudgeSettings()
 
 
 class EnvSettings(ServedEnv):
@@ -176,7 +178,7 @@ class EnvSettings(ServedEnv):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.urls and (idle := self.other_than_default("workers", "call_timeout_s")):
+        if self.urls and (idle := self.other_than_default("workers", "call_timeout_s", "judge")):
             raise ValueError(
                 f"env.{idle[0]} has no effect with env.urls: the services there have their own; give it to "
                 "tidegate env serve"

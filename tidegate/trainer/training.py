@@ -37,6 +37,7 @@ from tidegate.trainer.publish.version_requests import clear_request, read_reques
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
+from tidegate.trainer.records.judge import JudgeRecord
 from tidegate.trainer.records.lift_requests import lift_requested
 from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.recorder import Recorder
@@ -45,10 +46,11 @@ from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
 from tidegate.trainer.rollout.beside import BesideTraining
 from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
-from tidegate.trainer.rollout.evaluator import Evaluator
+from tidegate.trainer.rollout.evaluator import Episode, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
+from tidegate.types import Trajectory
 
 STATE_S = 0.5
 
@@ -97,12 +99,21 @@ class Training:
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
         self.tokens = TokenCounts()
         self._began = time.monotonic()
-        files = TrajectoryFiles(self.dir)
+        files, judge = TrajectoryFiles(self.dir), JudgeRecord(observer.note)
+
+        def save(trajectory: Trajectory, state: State) -> None:
+            judge.add([trajectory])
+            files.append(trajectory, state)
+
+        def save_evaluation(step: int, episodes: list[Episode]) -> None:
+            judge.add(trajectory for _, _, trajectory in episodes)
+            files.evaluation(step, episodes)
+
         epoch = self.admission.epoch
         episodes = EpisodeSource.of(settings.agent, self.gateway, epoch)
         self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
         self.rollout = Rollout(
-            settings, self.admission, episodes, environment, files.append,
+            settings, self.admission, episodes, environment, save,
             DeadLetters(self.dir).write, self.pause, self.tokens,
         )  # fmt: skip
         self.clients = ClientLog(self.dir)
@@ -114,10 +125,10 @@ class Training:
             self.batches.add(group)
         sets = {name: list(tasks) for name, tasks in environment.eval_sets().items()}
         self.evaluator = Evaluator(
-            settings, episodes, sets, observer, files.evaluation, lambda: self.pause.engines_down
+            settings, episodes, sets, observer, save_evaluation, lambda: self.pause.engines_down
         )
         self.recorder = Recorder(
-            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version
+            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge
         )
         self._means = credit.means if isinstance(credit, GroupCredit) else RunningMeans()
         if start.checkpoint is not None:

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tidegate.envs.judge.judge import RewardJudge
+from tidegate.envs.service.judging import judged, ranked, with_judge
 from tidegate.envs.service.process import (
     CANCEL_S,
     CallError,
@@ -26,6 +29,7 @@ from tidegate.errors import (
     UnrewardedError,
 )
 from tidegate.service.backoff import backoff_s
+from tidegate.settings.judge import JudgeSettings
 
 log = logging.getLogger("tidegate.envs.service.pool")
 
@@ -56,6 +60,10 @@ class PoolSettings:
     reward_timeout_s: float
     call_timeout_s: float
     """Timeout of `setup`, of a tool and of `respond`."""
+    judge: JudgeSettings | None = None
+    """Judge of the episodes, with its rubric resolved."""
+    judge_cache: Path | None = None
+    """Database of its replies; None: in memory."""
 
 
 @dataclass(slots=True)
@@ -85,16 +93,31 @@ class WorkerPool:
         self._alone = asyncio.Semaphore(2)
         """Rewards that get a worker of their own."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._judge: RewardJudge | None = None
+        self._ranks: dict[str, asyncio.Task[Any]] = {}
+        """Rankings in progress by group."""
 
     async def start(self) -> None:
-        """Starts the workers. Raises ConfigError or StartError if the first ones do not start."""
+        """Starts the workers.
+
+        Raises:
+            ConfigError: The environments cannot be loaded, or a reward has the name of one of the judge's.
+            StartError: The first workers do not start.
+            StorageError: The judge's cache cannot be opened.
+        """
         workers = [self._new() for _ in range(self.settings.workers)]
         results = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
-        for error in results:
-            if isinstance(error, BaseException):
-                await asyncio.gather(*(worker.kill() for worker in workers))
-                raise error
-        self.about = workers[0].about
+        try:
+            for error in results:
+                if isinstance(error, BaseException):
+                    raise error
+            self.about = workers[0].about
+            if self.settings.judge is not None:
+                self._judge = RewardJudge(self.settings.judge, self.settings.judge_cache)
+                self.about = with_judge(self.about, self._judge)
+        except BaseException:
+            await asyncio.gather(*(worker.kill() for worker in workers))
+            raise
         for worker in workers:
             self._add(worker)
         self.own(self._sweep())
@@ -108,6 +131,8 @@ class WorkerPool:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.kill() for worker in self._workers))
+        if self._judge is not None:
+            await self._judge.close()
 
     # -- episodes --------------------------------------------------------------------------------
 
@@ -198,7 +223,7 @@ class WorkerPool:
     # -- rewards ---------------------------------------------------------------------------------
 
     async def score(self, name: str, stateful: bool, task: str, trajectory: bytes) -> Any:
-        """Computes the rewards of an episode, with its state or, without one, in any worker.
+        """Computes the rewards of an episode, with its state or, without one, in any worker, and judges it.
 
         Raises:
             RewardError: A reward failed, took too long, or ended its process twice.
@@ -206,9 +231,21 @@ class WorkerPool:
         """
         key = (name, trajectory)
         if key not in self._scores:
-            self._scores[key] = job = self.own(self._scored(name, stateful, task, trajectory))
+            scored = self._scored(name, stateful, task, trajectory)
+            if self._judge is not None:
+                scored = judged(self._judge, scored, self.about, task, trajectory)
+            self._scores[key] = job = self.own(scored)
             job.add_done_callback(lambda _: self._scores.pop(key, None))
         return await asyncio.shield(self._scores[key])
+
+    async def rank(self, group: str, task: str, trajectories: Sequence[bytes]) -> Any:
+        """Has the judge compare the episodes of a group. Raises RewardError."""
+        if self._judge is None:
+            raise RewardError("there is no judge to rank the group")
+        if group not in self._ranks:
+            self._ranks[group] = job = self.own(ranked(self._judge, task, trajectories))
+            job.add_done_callback(lambda _: self._ranks.pop(group, None))
+        return await asyncio.shield(self._ranks[group])
 
     async def _scored(self, name: str, stateful: bool, task: str, trajectory: bytes) -> Any:
         arguments = {"episode": name, "task": task, "trajectory": trajectory}

@@ -96,6 +96,9 @@ def create_app(pool: WorkerPool, key: str | None, failures: list[TidegateError])
     async def score(name: str, body: Any) -> Any:
         return await pool.score(name, body["stateful"], body["task"], body["trajectory"])
 
+    async def rank(name: str, body: Any) -> Any:
+        return await pool.rank(name, body["task"], body["trajectories"])
+
     async def teardown(name: str, _: Any) -> None:
         await pool.teardown(name)
 
@@ -112,6 +115,7 @@ def create_app(pool: WorkerPool, key: str | None, failures: list[TidegateError])
             route("/episodes/{name}/tool", tool),
             route("/episodes/{name}/respond", respond),
             route("/episodes/{name}/score", score),
+            route("/groups/{name}/rank", rank),
         ],
     )
 
@@ -134,7 +138,12 @@ def _outcome(job: asyncio.Future[Any]) -> dict[str, Any]:
     error = job.exception()
     if error is None:
         return {"result": job.result()}
-    return {"error": str(error) or type(error).__name__, "kind": _KINDS.get(type(error), "lost")}
+    metrics = error.metrics if isinstance(error, RewardError) else {}
+    return {
+        "error": str(error) or type(error).__name__,
+        "kind": _KINDS.get(type(error), "lost"),
+        "metrics": metrics,
+    }
 
 
 def serve(settings: PoolSettings, key: str | None, listen: Listen) -> None:

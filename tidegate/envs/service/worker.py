@@ -152,7 +152,7 @@ def load(settings: Mapping[str, Any]) -> dict[str, Environment]:
     environments: dict[str, Environment] = {}
     if settings["use"]:
         environments |= load_environment(settings["use"], settings["options"]).rewarders()
-    if settings["conversation_rewards"]:
+    if settings["conversation_rewards"] or not settings["use"]:  # a judge alone scores conversations
         limits = settings["reward_range"]
         conversations = conversation_environment(
             settings["conversation_rewards"], None if limits is None else (limits[0], limits[1])

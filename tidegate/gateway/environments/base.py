@@ -24,6 +24,8 @@ class EnvironmentInfo:
     """Its tools in the format of OpenAI's `tools`."""
     stateful: bool = False
     """Whether its episodes have a state, tools or a counterpart."""
+    ranked: bool = False
+    """Whether a judge compares the episodes of a group before it is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,13 @@ class EnvironmentService(Protocol):
         Raises:
             RewardUnavailableError: A service that a reward calls, as a judge, failed.
             RewardError: A reward raised, took too long or returned no finite number.
+        """
+
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        """Has a judge compare the episodes of a group; returns what that adds to each one's reward.
+
+        Raises:
+            RewardError: The judge gave no verdict.
         """
 
     async def teardown(self, episode: str) -> None:

@@ -88,14 +88,15 @@ class EnvironmentClient(HttpClient):
         info = self._infos[trajectory.env]
         body = {"task": _json(task), "trajectory": to_wire(trajectory), "stateful": info.stateful}
         answer = await self._request("POST", self._path(episode, "/score"), body)
-        match answer.get("kind"):
-            case "reward":
-                raise RewardError(answer["error"])
-            case "unavailable":
-                raise RewardUnavailableError(answer["error"])
-            case "unrewarded":
-                raise UnrewardedError(answer["error"])
-        return msgspec.convert(self._result(answer), Scored)
+        if answer.get("kind") == "unrewarded":
+            raise UnrewardedError(answer["error"])
+        return msgspec.convert(self._rewards(answer), Scored)
+
+    async def rank(self, group: str, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
+        body = {"task": _json(task), "trajectories": [to_wire(trajectory) for trajectory in trajectories]}
+        url = self._urls[zlib.crc32(group.encode()) % len(self._urls)]
+        answer = await self._request("POST", f"{url}/groups/{quote(group, safe='')}/rank", body)
+        return msgspec.convert(self._rewards(answer), list[Scored])
 
     async def teardown(self, episode: str) -> None:
         try:
@@ -107,6 +108,13 @@ class EnvironmentClient(HttpClient):
         url = self._urls[zlib.crc32(episode.encode()) % len(self._urls)]
         name = quote(episode, safe="") or "-"  # an endpoint's evaluation has no sessions, and no states
         return f"{url}/episodes/{name}{path}"
+
+    def _rewards(self, answer: Mapping[str, Any]) -> Any:
+        if answer.get("kind") == "reward":
+            raise RewardError(answer["error"], answer.get("metrics"))
+        if answer.get("kind") == "unavailable":
+            raise RewardUnavailableError(answer["error"], answer.get("metrics"))
+        return self._result(answer)
 
     @staticmethod
     def _result(answer: Mapping[str, Any]) -> Any:

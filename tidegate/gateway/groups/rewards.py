@@ -49,6 +49,7 @@ class Scorer:
                 trajectory.reward_parts = dict(posted)
                 await self._reward(trajectory, task)
         except (RewardError, EpisodeLostError) as error:
+            trajectory.metrics |= error.metrics if isinstance(error, RewardError) else {}
             if trajectory.outcome.trainable:
                 trajectory.outcome = _outcome(error)
                 trajectory.error = str(error)

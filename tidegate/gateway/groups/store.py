@@ -76,8 +76,11 @@ class GroupStore:
         """Why a group ended; None if it has not."""
         return self._ended_groups.get(group_id)
 
-    async def seal(self, group: Group, epoch: int | None = None) -> None:
-        """Make a group ready, for the trainer of that epoch. A stored group stays unchanged."""
+    async def seal(self, group: Group, epoch: int | None = None, *, ranked: bool = False) -> None:
+        """Make a group ready, for the trainer of that epoch. A stored group stays unchanged.
+
+        `ranked`: its ranking changed its trajectories, which are written with it.
+        """
         async with self._changing:
             self._check(epoch)
             if group.id in self._entries:
@@ -85,7 +88,7 @@ class GroupStore:
             if group.id in self._ended_groups:
                 raise GatewayError(f"group {group.id} has ended: {self._ended_groups[group.id]}", status=410)
             entry = StoredGroup(group, self._last_order + 1)
-            await self._journal.sealed(entry)
+            await self._journal.sealed(entry, group.trajectories if ranked else ())
             self._last_order += 1
             self.sealed += 1
             self._entries[group.id] = entry

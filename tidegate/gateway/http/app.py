@@ -230,9 +230,9 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
         return {}
 
     @app.post("/groups/{group_id:path}/seal")
-    async def seal(group_id: str, body: schemas.Seal) -> dict[str, str]:
-        await gateway.seal(group_id, body.task_id, body.sessions, body.trainer_epoch)
-        return {}
+    async def seal(group_id: str, body: schemas.Seal) -> dict[str, bool]:
+        sealed = await gateway.seal(group_id, body.task_id, body.sessions, body.trainer_epoch, body.wait_s)
+        return {"sealed": sealed}
 
     @app.delete("/groups/{group_id:path}", response_class=openapi.Msgpack)
     async def drop(group_id: str, body: schemas.Drop | None = None) -> Response:

@@ -132,6 +132,7 @@ class Seal(Body):
     task_id: str
     sessions: list[str]
     trainer_epoch: Epoch | None = None
+    wait_s: Annotated[float, Field(ge=0, le=600)] | None = None
 
 
 class Drop(Body):

@@ -110,7 +110,8 @@ class Journal:
     async def forgotten(self, sessions: Sequence[GatewaySession]) -> None:
         """Delete all records of these sessions."""
 
-    async def sealed(self, entry: StoredGroup) -> None: ...
+    async def sealed(self, entry: StoredGroup, changed: Sequence[Trajectory] = ()) -> None:
+        """Write a group, and those of its trajectories that changed since they were written."""
 
     async def entered(self, epoch: int, fenced: Sequence[str]) -> None:
         """Write the epoch of a newer trainer, and the end of the leases `fenced`."""

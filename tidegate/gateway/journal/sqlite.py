@@ -168,11 +168,14 @@ class DiskJournal(Journal):
 
     # -- groups ----------------------------------------------------------------------------------
 
-    async def sealed(self, entry: StoredGroup) -> None:
+    async def sealed(self, entry: StoredGroup, changed: Sequence[Trajectory] = ()) -> None:
         members = json.dumps([trajectory.session_id for trajectory in entry.group.trajectories])
         row = (entry.group.id, entry.order, entry.group.task_id, members)
+        results = [(schema.result_row(trajectory), trajectory.session_id) for trajectory in changed]
         await self._writer.write(
-            "sealed", ("INSERT INTO groups (id, place, task_id, members) VALUES (?, ?, ?, ?)", [row])
+            "sealed",
+            ("UPDATE sessions SET result = ? WHERE id = ?", results),
+            ("INSERT INTO groups (id, place, task_id, members) VALUES (?, ?, ?, ?)", [row]),
         )
 
     async def entered(self, epoch: int, fenced: Sequence[str]) -> None:

@@ -75,6 +75,8 @@ class Admission:
         self.failures: Counter[str] = Counter()
         """Failed attempts by cause (`failure_cause`)."""
         self.failed_in_a_row = 0
+        self.unranked_in_a_row = 0
+        """Groups whose ranking failed since one was sealed."""
         self.filtered_in_a_row = 0
         """Since the last step."""
         self.filtered_alike: Counter[str] = Counter()
@@ -241,10 +243,23 @@ class Admission:
         self._record(entry("run", "lifted", task=task))
         return True
 
+    def fail_group(self, group_id: str, outcome: Outcome, why: str) -> None:
+        """End a group, all of whose slots are settled, as `failed`: its episodes have no reward after all."""
+        group = self.groups[group_id]
+        for slot in group.slots:
+            if slot.done is not None:
+                self.failures[failure_cause(outcome, spared=False)] += 1
+                self._end_attempt(slot.done, State.FAILED, outcome, why)
+                slot.done = None
+        self.unranked_in_a_row += 1
+        self._end_group(group, State.FAILED)
+
     def no_progress_reason(self) -> str | None:
         """Reason why training cannot progress any more; None if it can."""
         if self.failed_in_a_row >= max(8, self.rules.capacity):
             return f"the last {self.failed_in_a_row} groups all failed"
+        if self.unranked_in_a_row >= max(8, self.rules.capacity):
+            return f"the last {self.unranked_in_a_row} groups could not be ranked"
         if self.filtered_in_a_row >= max(256, 32 * self.rules.groups_per_batch):
             return (
                 f"{self.filtered_in_a_row} groups were filtered since the last step: their rewards are all "

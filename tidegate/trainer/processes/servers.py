@@ -21,6 +21,7 @@ from tidegate.trainer.processes.agents import AgentProcess
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 
+JUDGE_CACHE = "judge.sqlite"
 MAX_RESTARTS = 5
 """Limit on the restarts of one server."""
 
@@ -118,8 +119,8 @@ def environment_server(
 ) -> Service:
     """Create the environment service with this key."""
     command = EnvCommand.model_validate({"env": settings.env.model_dump(exclude={"urls"})})
-    arguments = ["serve", *arguments_of(command, "env.options"), "--host", host]
-    secrets = {"key": key, "options": settings.env.options}
+    arguments = ["serve", *arguments_of(command, "env.options", "env.judge"), "--host", host]
+    secrets = {"key": key, "options": settings.env.options, **judge_secrets(settings, directory)}
     return Service("env", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
@@ -140,7 +141,7 @@ def gateway_server(
     secrets: dict[str, Any] = {name: key for name, key in keys.items() if name != "env_urls"}
     arguments += [f"--env.urls={url}" for url in (urls or "").splitlines()]
     if urls is None:
-        secrets["env_options"] = settings.env.options
+        secrets |= {"env_options": settings.env.options, **judge_secrets(settings, directory)}
     return Service("gateway", lambda: arguments, directory, port=port, secrets=secrets, host=host)
 
 
@@ -175,7 +176,15 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
     elif own_environments:
         sections["env"] = settings.env.model_dump()
     command = GatewayCommand.model_validate(sections)
-    return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options")
+    return arguments_of(command, "gateway.port", "gateway.admin_key", "env.options", "env.judge")
+
+
+def judge_secrets(settings: Settings, directory: Path) -> dict[str, Any]:
+    """Return the judge, whose rubric agents must not read, and its cache; nothing without a judge."""
+    if settings.env.judge.url is None:
+        return {}
+    judge = settings.env.judge.resolved().model_dump(mode="json")
+    return {"judge": judge, "judge_cache": str(directory.absolute() / JUDGE_CACHE)}
 
 
 def restart_s(settings: EngineSettings) -> float:

@@ -15,6 +15,7 @@ from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.advantage import is_zero_variance
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.records.judge import PREFIX, JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Trajectory
@@ -29,6 +30,7 @@ class Recorder:
     observer: Observer
     snapshot: Callable[[], dict[str, float]]
     version: Callable[[], int]
+    judge: JudgeRecord = field(default_factory=lambda: JudgeRecord(lambda _: None))
     _steps_at: dict[int, int] = field(default_factory=dict)
     """Version → number of optimiser steps in its weights."""
     _previous: dict[str, float] = field(init=False)
@@ -43,7 +45,7 @@ class Recorder:
         self._steps_at.setdefault(version, step)
         now = self.snapshot()
         head = {"step": step, "version": version, "time": time.time()}
-        line = {**head, **metrics, **now, **_lost(now, self._previous)}
+        line = {**head, **metrics, **self.judge.metrics(), **now, **_lost(now, self._previous)}
         self._previous = now
         self.log.append(line)
         self.observer.step(line)
@@ -59,6 +61,7 @@ class Recorder:
         trained = [episode for group in batch.groups for episode in group.trajectories]
         dropped = [episode for group, _ in batch.dropped for episode in group.trajectories]
         rewards = [episode.reward for episode in trained + dropped if episode.reward is not None]
+        self.judge.add(trained + dropped)
         return {
             "time/wait_for_batch": batch.waited_s,
             "time/batch_queue": batch.ready_s,
@@ -127,6 +130,8 @@ def custom_metrics(episodes: list[Trajectory]) -> dict[str, float]:
             if name not in taken:  # agents may post parts of any name
                 values.setdefault(f"reward/{name}", []).append(value)
         for name, value in episode.metrics.items():
+            if name.startswith(PREFIX):  # costs, which `JudgeRecord` adds up
+                continue
             values.setdefault(f"episode/{name}", []).append(value)
     return {name: float(np.mean(reported)) for name, reported in sorted(values.items())}
 

@@ -145,7 +145,7 @@ class Rollout:
                     await self._drop(group.id, State.FAILED, group)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.successful_attempts()]
-            await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
+            await self._seal(group, task, sessions)
             self.last_progress = time.monotonic()
         finally:
             for slot in slots:
@@ -155,6 +155,16 @@ class Rollout:
                 for attempt in (slot_state.running, slot_state.done):
                     if attempt is not None:
                         self.sessions.pop(attempt, None)
+
+    async def _seal(self, group: GroupState, task: Task, sessions: Sequence[str]) -> None:
+        """Make a group ready; if a judge ranks it in vain, it ends as failed."""
+        why = await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
+        if why is None:
+            self.admission.unranked_in_a_row = 0
+            return
+        self.last_failure = f"{Outcome.REWARD_ERROR}: {why}"
+        self.admission.fail_group(group.id, Outcome.REWARD_ERROR, why)
+        await self._drop(group.id, State.FAILED, group)
 
     async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptVerdict:
         """Attempt a slot until it is settled. A retry is a new attempt with a new session."""

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from tests.admission_driver import Killed, World
 from tests.unit.trainer.admission.test_admission_world import WORLDS
 from tidegate.trainer.admission.rules import Rules
+from tidegate.types import Outcome
 
 EVENTS = 20_000
 STEPS = 50
@@ -73,6 +74,14 @@ class Machine(RuleBasedStateMachine):
         self.world.reject_rate = float(rejected)
         group = self.world.ready.pop(which % len(self.world.ready))
         self._event(lambda: self.world.lease(group))
+
+    @precondition(lambda self: self.world.ready)
+    @rule(which=WHICH)
+    def stay_unranked(self, which: int) -> None:
+        """A judge gives no verdict on a group whose slots are settled."""
+        group = self.world.ready.pop(which % len(self.world.ready))
+        self._event(lambda: self.world.core.fail_group(group, Outcome.REWARD_ERROR, "no verdict"))
+        self._event(self.world.attempt_waiting)
 
     @rule()
     def train(self) -> None:

@@ -19,8 +19,9 @@ from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.records.judge import JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
-from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.recorder import Recorder, custom_metrics
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
@@ -150,6 +151,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         *_of_an_evaluation(),
         *_of_what_was_lost(),
         *_of_a_curriculum(),
+        *_of_a_judge(),
         *await World(mode="evaluated").promotion.publish(1),
     }
     assert unexplained(made) == set()
@@ -159,10 +161,20 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         key.replace("<env>", "b")
         .replace("<set>", "hard")
         .replace("<name>", "told")
+        .replace("<criterion>", "brief")
         .replace("<part>", "exact")
         for key in sometimes
     }
     assert examples <= made
+
+
+def _of_a_judge() -> dict[str, float]:
+    record, episodes = JudgeRecord(lambda _: None), [episode(reward=float(n % 2)) for n in range(100)]
+    for judged in episodes:
+        judged.reward_parts = {"judge": 0.5, "judge_brief": 0.5}
+        judged.metrics = {"judge/environment": judged.reward or 0.0, "judge/seconds": 1.0}
+    record.add(episodes)
+    return record.metrics() | custom_metrics(episodes)
 
 
 def _of_a_mixed_batch(directory: Path) -> dict[str, float]:

@@ -46,6 +46,8 @@ class Script:
     deleted: set[str] = field(default_factory=set)
     letters: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    unranked: Callable[[str], str | None] = lambda _: None
+    """Why a group cannot be ranked."""
     broken: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -79,10 +81,12 @@ class Script:
     async def delete_session(self, session_id: str) -> None:
         self.deleted.add(session_id)
 
-    async def seal_group(self, group_id: str, _: str, sessions: list[str], epoch: int | None) -> None:
+    async def seal_group(self, group_id: str, _: str, sessions: list[str], epoch: int | None) -> str | None:
         assert epoch == EPOCH
-        self.sealed[group_id] = sessions
         self.changed.set()
+        if (why := self.unranked(group_id)) is None:
+            self.sealed[group_id] = sessions
+        return why
 
     async def drop_group(self, group_id: str, epoch: int | None, why: str | None = None) -> list[Trajectory]:
         assert epoch == EPOCH
@@ -235,6 +239,29 @@ async def test_when_everything_fails_it_says_so_with_the_last_reason(make: Calla
     stage = make(Script(lambda _: Outcome.AGENT_ERROR))
     with pytest.raises(NoUsableEpisodesError, match=r"the last 8 groups all failed.*agent_error"):
         await stage.until(lambda: False)
+
+
+async def test_a_group_without_a_ranking_fails_with_all_its_episodes(make: Callable[..., Stage]) -> None:
+    stage = make(Script(unranked=lambda group: "the judge is away" if group == "g1-000001" else None))
+    await stage.until(lambda: len(stage.script.sealed) == 2)
+    assert "g1-000001" not in stage.script.sealed
+    assert stage.script.dropped[0] == "g1-000001"
+    assert sorted(stage.script.kept) == [("g1-000001.0.1", "failed"), ("g1-000001.1.1", "failed")]
+    ends = [line for line in stage.book if line["event"] == "ended" and "g1-000001" in line["id"]]
+    assert [(line["kind"], line["state"], line.get("outcome")) for line in ends] == [
+        ("attempt", "failed", "reward_error"),
+        ("attempt", "failed", "reward_error"),
+        ("group", "failed", None),
+    ]
+    assert stage.core.quarantined == set(), "the task is not to blame"
+    assert stage.core.no_progress_reason() is None
+
+
+async def test_a_judge_that_ranks_nothing_stops_the_run(make: Callable[..., Stage]) -> None:
+    stage = make(Script(unranked=lambda _: "the judge is away"))
+    with pytest.raises(NoUsableEpisodesError, match=r"the last 8 groups could not be ranked.*judge is away"):
+        await stage.until(lambda: False)
+    assert stage.script.sealed == {}
 
 
 async def test_an_outage_pauses_the_run_and_spends_no_task(make: Callable[..., Stage]) -> None:

@@ -1,0 +1,1 @@
+"""A model that scores episodes by a rubric."""
