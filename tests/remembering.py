@@ -63,8 +63,10 @@ class Remembering:
     ) -> list[list[float]]:
         """A target's logprob is −target, or NaN."""
         self.prefill(first, sequences, held)
-        return [[float("nan") if self.nan_for in ids else -float(target) for target in wanted]
-                for ids, wanted in zip(sequences, targets, strict=True)]
+        return [
+            [float("nan") if self.nan_for in ids else -float(target) for target in wanted]
+            for ids, wanted in zip(sequences, targets, strict=True)
+        ]
 
     def _write(self, row: int, length: int, tokens: Sequence[int]) -> None:
         past = self.rows.get(row, [])[:length]

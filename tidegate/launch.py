@@ -17,7 +17,7 @@ from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
-from tidegate.trainer.preflight import check_engines, check_writable
+from tidegate.trainer.preflight import check_engines, check_teachers, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.start import Start
@@ -93,6 +93,7 @@ class Launch:
             start.lift_quarantine = lift_quarantine
         check_writable(settings.run_dir)
         check_engines(settings.engine.urls)
+        check_teachers(settings.trainer.teacher)
         from tidegate.trainer.run import Run  # after the checks, because importing torch takes seconds
 
         if fresh:

@@ -13,6 +13,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.settings.teacher import TeacherSettings
 
 ENGINE_S = 10.0
 """Timeout of an engine's reply to GET /model_info."""
@@ -63,6 +64,16 @@ def check_writable(run_dir: Path) -> None:
             f"run.dir = {run_dir.parent}: cannot write {run_dir}: {existing}: {error.strerror or error}; set "
             "run.dir to another directory"
         ) from None
+
+
+def check_teachers(teacher: TeacherSettings) -> None:
+    """Raises StartError if the model of a teacher that the run starts does not exist."""
+    for model in teacher.models.values():
+        if model.path is not None and not (model.path / "config.json").is_file():
+            raise StartError(
+                f"trainer.teacher: path = {model.path} has no config.json: it must be a Hugging Face model "
+                "directory, such as checkpoints/best of a run"
+            )
 
 
 def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:

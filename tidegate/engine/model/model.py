@@ -96,8 +96,8 @@ class Model:
     ) -> Tensor:
         """Returns the logits of at least the last `keep` columns, [rows, columns, vocab].
 
-        Sequences are padded on the right: the earlier positions of a causal model never attend to padding, and
-        later steps overwrite it.
+        Sequences are padded on the right: the earlier positions of a causal model never attend to padding,
+        and later steps overwrite it.
         """
         length = max(map(len, sequences))
         ids = np.zeros((len(sequences), length), np.int64)
@@ -133,7 +133,9 @@ class Model:
 
     def _arguments(self, keep: int) -> dict[str, Any]:
         """Returns the model's arguments for the cache and for the logits of the last `keep` columns."""
-        return {**self._cache_arguments, "logits_to_keep": keep} if self._skips_logits else self._cache_arguments
+        return (
+            {**self._cache_arguments, "logits_to_keep": keep} if self._skips_logits else self._cache_arguments
+        )
 
     def _forward(self, ids: Tensor, positions: Tensor, length: int, keep: int) -> Tensor:
         """Runs tokens [rows, tokens] at `positions` of the rows set in the cache; each token attends to the

@@ -110,9 +110,7 @@ def _positive(fields: dict[str, Any], name: str, high: int) -> float:
     return value
 
 
-def _count(
-    fields: dict[str, Any], name: str, default: int, maximum: int | None, *, minimum: int = 1
-) -> int:
+def _count(fields: dict[str, Any], name: str, default: int, maximum: int | None, *, minimum: int = 1) -> int:
     value = integer(fields, name, default)
     if value < minimum:
         raise invalid_parameter(name, value, f"it must be at least {minimum}")

@@ -169,7 +169,9 @@ def _prompt(ids: Any, limits: TokenLimits, max_new_tokens: int) -> list[int]:
         raise RequestError(f"input_ids[{at}] = {ids[at]} is not in the vocabulary of {limits.vocab_size}")
     if len(ids) + min(1, max_new_tokens) > limits.max_context:
         rule = "must be fewer than" if max_new_tokens else "must be at most"
-        raise RequestError(f"input_ids has {len(ids)} tokens, which {rule} max_context = {limits.max_context}")
+        raise RequestError(
+            f"input_ids has {len(ids)} tokens, which {rule} max_context = {limits.max_context}"
+        )
     return ids
 
 
