@@ -90,8 +90,8 @@ def _read_vocabulary(name: str, model: TeacherModel, reported: object) -> Vocabu
     if directory is None or not directory.is_dir():
         raise StartError(
             f"{name} reports no tokenizer_hash, and its tokenizer is not on this machine ({directory}), so "
-            "its vocabulary cannot be compared with the student's: set trainer.teacher.tokenizer to a copy of "
-            "its tokenizer files"
+            "its vocabulary cannot be compared with the student's: set trainer.teacher.tokenizer to a copy "
+            "of its tokenizer files"
         )
     size = model_vocab_size(directory) if (directory / "config.json").is_file() else 1 << 62
     return Vocabulary(size, tokenizer_hash(load_tokenizer(directory)))
