@@ -1,4 +1,4 @@
-"""Logprobs of the prompt: against the plain model, and against the logprobs of the same tokens when sampled."""
+"""Logprobs of prompts: against the plain model, and against those of the same tokens when sampled."""
 
 from __future__ import annotations
 

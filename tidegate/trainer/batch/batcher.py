@@ -86,7 +86,7 @@ def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advanta
     ]
 
 
-class Scorer(Protocol):
+class GroupScorer(Protocol):
     """Scores groups with a teacher, from the time when they are leased."""
 
     def begin(self, group: Group) -> None: ...
@@ -112,7 +112,7 @@ class Batcher:
     """Group → the gold answer of its task, as in trajectory files."""
     offered: Callable[[Group, str | None], None] = lambda group, refusal: None
     """Called with a client's group when admission has accepted it, or refused it for a reason."""
-    scorer: Scorer | None = None
+    scorer: GroupScorer | None = None
     last_progress: float = field(default_factory=time.monotonic)
     accepted_episodes: int = 0
     """Episodes of clients' groups that admission accepted."""

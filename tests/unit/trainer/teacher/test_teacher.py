@@ -198,7 +198,7 @@ async def test_a_fault_is_reported_once_and_the_request_repeated(faults: list[An
 async def test_a_teacher_that_refuses_ends_the_run() -> None:
     async with stage() as on:
         on.fake.faults = [400]
-        with pytest.raises(TrainingError, match="refused to score sampled tokens.*planted 400"):
+        with pytest.raises(TrainingError, match=r"refused to score sampled tokens.*planted 400"):
             await score(on, group())
 
 
