@@ -1,10 +1,11 @@
 """Compares the sampled tokens that a student needs to a held-out reward, by a teacher and by rewards.
 
-The student is the demo's base model. The run `rewards` is the demo's RL, the run `teacher` has no reward:
-`trainer.teacher.reward_weight = 0` and a teacher's logprobs alone, with one episode per task. The teacher is
-the best checkpoint of the RL run, or of a run that is given; then the RL run ends at the target too. All other
-settings are the demo's. Tokens are those of all training episodes that have ended (`tokens/sampled_total`);
-the tokens to the target are read from the held-out rewards of the evaluations, by isotonic regression.
+The student is the demo's base model. The run `rewards` is the demo's RL. The run `teacher` learns from the
+teacher alone (`trainer.teacher.reward_weight = 0`), with one episode per task. The teacher is the best
+checkpoint of the RL run, or of a run that is given; in the second case the RL run ends at the target, too.
+All other settings are the demo's. Tokens are those of all training episodes that have ended
+(`tokens/sampled_total`); the tokens to the target are read from the held-out rewards of the evaluations, by
+isotonic regression.
 
     python benchmarks/distill.py [--json] [--teacher RUN] [--seed 0] [--groups 64] [--keep DIR]
 """

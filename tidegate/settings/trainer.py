@@ -53,7 +53,7 @@ class TrainerSettings(SettingsSection):
     """Groups in one batch."""
     group_size: Annotated[int, Field(ge=1)] = 8
     """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch or key, or a teacher alone
-    (`teacher.reward_weight` = 0)."""
+    (`trainer.teacher.reward_weight` = 0)."""
     min_group_size: Annotated[int, Field(ge=1)] | None = None
     """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2

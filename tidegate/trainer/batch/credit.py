@@ -33,7 +33,7 @@ class GroupCredit:
     The return of a turn is the episode's reward plus the rewards of this and all later turns. Its advantage
     is the return minus the baseline's mean at the same turn, ÷ a standard deviation. Without rewards of
     single turns all turns of an episode have the same advantage. With a teacher it is multiplied by
-    `teacher.reward_weight`; the loss adds the teacher's part of each token's advantage.
+    `trainer.teacher.reward_weight`; the loss adds the teacher's part of each token's advantage.
     """
 
     settings: TrainerSettings

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.documented import documented, unexplained
@@ -13,6 +15,7 @@ from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
+from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
@@ -24,6 +27,8 @@ from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
+from tidegate.trainer.teacher.client import ScoreClient
+from tidegate.trainer.teacher.teacher import Teacher
 from tidegate.types import Group, Task, ToolCall, Trajectory
 
 
@@ -150,6 +155,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         *_of_an_evaluation(),
         *_of_what_was_lost(),
         *_of_a_curriculum(),
+        *_of_a_teacher(tmp_path / "distilled"),
         *await World(mode="evaluated").promotion.publish(1),
     }
     assert unexplained(made) == set()
@@ -188,6 +194,22 @@ def _of_a_curriculum() -> dict[str, float]:
     pool = TaskPool(0.5, 2, 0)
     assert pool.accepts(0, Task("t1", "test", []))
     return pool.metrics()
+
+
+def _of_a_teacher(directory: Path) -> dict[str, float]:
+    scored = batch(episode(env="a"), episode(env="b"))
+    for trajectory, value in zip(scored.groups[0].trajectories, (-1.0, -3.0), strict=True):
+        for turn in trajectory.turns:
+            turn.logprobs = np.full(len(turn.output_ids), -0.5, np.float32)
+            turn.teacher_logprobs = np.full(len(turn.output_ids), value, np.float32)
+    scored.scored_s = 1.5
+    found = recorder(directory, []).batch_metrics(scored, 1)
+    assert {name: found[name] for name in found if "teacher" in name} == {
+        "time/teacher": 1.5, "teacher/kl": 1.5, "teacher/logprob": -2.0,
+        "teacher/kl_a": 0.5, "teacher/kl_b": 2.5,
+    }  # fmt: skip
+    teacher = Teacher(TeacherSettings(), {}, ScoreClient(1.0), cast(Any, None), print, 1.0)
+    return {**{name: value for name, value in found.items() if "teacher" in name}, **teacher.metrics()}
 
 
 def _of_an_evaluation() -> dict[str, float]:
