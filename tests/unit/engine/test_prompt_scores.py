@@ -14,7 +14,7 @@ def test_requests_that_are_scored_take_no_row_and_disturb_none(
     sampling = [generation([i, 2, 3], 9) for i in range(3)]
     scored = [generation([i, 4, 5, 6], 0, logprob_start=1) for i in range(6)]
     both = generation([9, 8, 7, 6], 4, logprob_start=0)
-    submit(scheduler, *sampling, *scored, both)
+    submit(scheduler, scored[0], sampling[0], both, scored[1], sampling[1], sampling[2], *scored[2:])
     drain(scheduler, *sampling, *scored, both)
     assert [one.prompt_logprobs for one in scored] == [[-5.0, -6.0]] * 6
     assert both.prompt_logprobs == [-8.0, -7.0, -6.0]
