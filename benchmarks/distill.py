@@ -1,13 +1,14 @@
 """Compares the sampled tokens that a student needs to a held-out reward, by a teacher and by rewards.
 
 The student is the demo's base model. The run `rewards` is the demo's RL. The run `teacher` learns from the
-teacher alone (`trainer.teacher.reward_weight = 0`), with one episode per task. The teacher is the best
-checkpoint of the RL run, or of a run that is given; in the second case the RL run ends at the target, too.
-All other settings are the demo's. Tokens are those of all training episodes that have ended
-(`tokens/sampled_total`); the tokens to the target are read from the held-out rewards of the evaluations, by
-isotonic regression.
+teacher alone (`trainer.teacher.reward_weight = 0`), with one episode per task, 64 of them per batch, and
+the learning rate falls in 24 steps. The teacher is the best checkpoint of the RL run, or of a run that is
+given; in the second case the RL run ends at the target, too. All other settings are the demo's. Tokens are
+those of all training episodes that have ended (`tokens/sampled_total`); the tokens to the target are read
+from the held-out rewards of the evaluations, by isotonic regression.
 
-    python benchmarks/distill.py [--json] [--teacher RUN] [--seed 0] [--groups 64] [--keep DIR]
+    python benchmarks/distill.py [--json] [--teacher RUN] [--rewards RUN] [--seed 0] [--groups 64]
+                                 [--steps 24] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import asyncio
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,8 @@ TASKS = 128
 """Held-out tasks of each evaluation."""
 
 
-def train(directory: Path, name: str, target: float, overrides: Sequence[str]) -> dict[str, Any]:
-    """Trains; returns the tokens to the target, and the held-out rewards."""
-    began = time.monotonic()
+def train(directory: Path, name: str, overrides: Sequence[str]) -> Path:
+    """Trains; returns the run's directory."""
     evaluated = [f"--eval.every={EVERY}", f"--eval.interim_tasks={TASKS}"]
     settings = load_settings(
         EXAMPLES / CONFIGS["calculator"],
@@ -50,11 +49,16 @@ def train(directory: Path, name: str, target: float, overrides: Sequence[str]) -
     view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
     environment = load_environment(settings.env.use, settings.env.options)
     asyncio.run(Run(settings, environment, view).train())
-    lines = read_metrics(settings.run_dir)
+    return settings.run_dir
+
+
+def measured(run: Path, target: float) -> dict[str, Any]:
+    """Returns the tokens to the target, and the held-out rewards."""
+    lines = read_metrics(run)
     points = [line for line in lines if "eval/reward" in line]
     rewards = [line["eval/reward"] for line in points]
     return {
-        "run": name,
+        "run": run.name,
         "before": rewards[0],
         "best": max(rewards),
         "tokens_to_target": reaches([line["tokens/sampled_total"] for line in points], rewards, target),
@@ -64,8 +68,8 @@ def train(directory: Path, name: str, target: float, overrides: Sequence[str]) -
         "rewards": {line["step"]: round(line["eval/reward"], 3) for line in points},
         "kl": {line["step"]: round(line["teacher/kl"], 4) for line in lines if "teacher/kl" in line},
         "teacher_s": round(sum(line.get("time/teacher", 0.0) for line in lines), 1),
-        "audit": audit_run(settings.run_dir).consistent,
-        "seconds": round(time.monotonic() - began, 1),
+        "audit": audit_run(run).consistent,
+        "seconds": round(lines[-1]["time"] - lines[0]["time"], 1),
     }
 
 
@@ -73,8 +77,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--teacher", type=Path, help="run whose best checkpoint is the teacher")
+    parser.add_argument(
+        "--rewards", type=Path, help="run of an earlier call (--keep), in place of the RL run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--groups", type=int, default=64, help="episodes of a batch of the run `teacher`")
+    parser.add_argument("--steps", type=int, default=24, help="steps of the run `teacher`")
     parser.add_argument("--target", type=float, default=0.9, help="sampled held-out reward to reach")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
@@ -82,15 +90,19 @@ def main() -> int:
     target, seed = arguments.target, f"--run.seed={arguments.seed}"
     until = f"--trainer.until={target}"
     try:
-        rewards = train(directory, "rewards", target, [seed, *([until] if arguments.teacher else [])])
-        teacher = (arguments.teacher or directory / "rewards") / "checkpoints" / "best"
-        distilled = train(
-            directory, "teacher", target,
+        ends = [until] if arguments.teacher else []
+        rewards_run = arguments.rewards or train(directory, "rewards", [seed, *ends])
+        rewards = measured(rewards_run, target)
+        teacher = (arguments.teacher or rewards_run) / "checkpoints" / "best"
+        distilled_run = train(
+            directory, "teacher",
             [
                 seed, until, f"--trainer.teacher.path={teacher}", "--trainer.teacher.reward_weight=0",
                 "--trainer.group_size=1", f"--trainer.groups_per_batch={arguments.groups}",
+                f"--trainer.steps={arguments.steps}",
             ],
         )  # fmt: skip
+        distilled = measured(distilled_run, target)
     finally:
         if arguments.keep is None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -226,6 +226,16 @@ async def test_an_environment_without_a_teacher_is_named() -> None:
             await score(on, group())
 
 
+async def test_each_environment_has_its_teacher() -> None:
+    async with stage() as on, stage() as other:
+        on.teacher.urls = {**on.teacher.urls, "other": other.teacher.urls[""]}
+        mixed = group()
+        mixed.trajectories[1].env = "other"
+        await score(on, mixed)
+        assert_scored(mixed)
+        assert [len(one.fake.asked) for one in (on, other)] == [2, 2]
+
+
 async def test_requests_at_a_time_are_limited() -> None:
     async with stage(max_requests=3) as on:
         on.fake.hold.clear()
