@@ -103,6 +103,20 @@ class EngineContract:
         expected = recomputed(versions[0], [1, 2, 3], reply["output_ids"], temperature)
         assert said == pytest.approx(expected, abs=1e-4)
 
+    async def test_logprobs_of_a_prompt_are_the_models_at_temperature_1(
+        self, engine: Client, versions: list[Path]
+    ) -> None:
+        ids = [7 + 3 * n % 500 for n in range(40)]
+        body = {
+            "input_ids": ids, "return_logprob": True, "logprob_start_len": 9,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+        }  # fmt: skip
+        status, reply = await engine.post("/generate", body)
+        assert status == 200, reply
+        values, tokens, _ = zip(*reply["meta_info"]["input_token_logprobs"], strict=True)
+        assert (list(tokens), values[0]) == (ids[9:], None)
+        assert list(values[1:]) == pytest.approx(recomputed(versions[0], ids[:10], ids[10:]), abs=1e-4)
+
     async def test_greedy_ids_are_the_models_own(self, engine: Client, versions: list[Path]) -> None:
         reply = await engine.generate([5, 6, 7], max_new_tokens=30, ignore_eos=True, temperature=0)
         model = AutoModelForCausalLM.from_pretrained(versions[0], dtype=torch.float32)

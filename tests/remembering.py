@@ -52,6 +52,22 @@ class Remembering:
         for row, (sequence, length) in enumerate(zip(sequences, held, strict=True), first):
             self._write(row, length, sequence)
 
+    max_scored_tokens = 64
+
+    def score(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        targets: Sequence[Sequence[int]],
+    ) -> list[list[float]]:
+        """A target's logprob is −target, or NaN."""
+        self.prefill(first, sequences, held)
+        return [
+            [float("nan") if self.nan_for in ids else -float(target) for target in wanted]
+            for ids, wanted in zip(sequences, targets, strict=True)
+        ]
+
     def _write(self, row: int, length: int, tokens: Sequence[int]) -> None:
         past = self.rows.get(row, [])[:length]
         assert len(past) == length

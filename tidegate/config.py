@@ -144,6 +144,7 @@ class Settings(SettingsSection):
         self._check_source()
         self._check_promotion()
         self._check_evaluation()
+        self._check_teacher()
         if self.trainer.until is not None and not self.eval.every:
             raise ValueError(
                 "trainer.until needs evaluations between the first and the last step: set eval.every"
@@ -191,6 +192,20 @@ class Settings(SettingsSection):
             raise ValueError(
                 f'{name} contradicts trainer.promotion.mode = "{self.trainer.promotion.mode}", which '
                 "reserves engines itself: remove one of the two"
+            )
+
+    def _check_teacher(self) -> None:
+        """Raises ValueError if settings contradict `trainer.teacher`."""
+        teacher = self.trainer.teacher
+        if self.engine.kind != "embedded" and any(model.path for model in teacher.models.values()):
+            raise ValueError(
+                f'trainer.teacher.path needs engine.kind = "embedded", whose settings the teacher\'s engine '
+                f'has, not "{self.engine.kind}": start the teacher as an engine of its own, and set '
+                "trainer.teacher.url"
+            )
+        if teacher.hint is not None and self.agent.source == "client":
+            raise ValueError(
+                'trainer.teacher.hint has no effect with agent.source = "client": clients have the tasks'
             )
 
     def _check_source(self) -> None:

@@ -17,7 +17,7 @@ from tidegate.envs.base import check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
-from tidegate.trainer.preflight import check_engines, check_port, check_writable
+from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.rollout.evaluator import check_suites
@@ -99,6 +99,7 @@ class Launch:
         if isinstance(provider, LocalProcesses) and settings.gateway.url is None:
             check_port(settings.gateway.host, settings.gateway.port)
         check_engines(settings.engine.urls)
+        check_teachers(settings.trainer.teacher)
         # After the checks, because importing torch and the trainer takes seconds.
         from tidegate.devices import find_device
 

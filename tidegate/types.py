@@ -183,6 +183,9 @@ class Turn:
     """Why the delivered turn is not trained on (the request's header, model name or key), or None."""
     structured: str | None = None
     """How a reply to a request with a JSON schema was sampled: under the `grammar`, or as free `text`."""
+    teacher_logprobs: Logprobs | None = None
+    """Log-probability of each sampled id under the teacher, added by the trainer; None without a teacher;
+    shape [output]."""
 
     @property
     def trainable(self) -> bool:

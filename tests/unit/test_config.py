@@ -412,3 +412,48 @@ def test_criteria_are_given_as_tables(tmp_path: Path) -> None:
     again.write_text(dump(settings))
     assert load_settings(again).env.judge == settings.env.judge
     assert load_settings(file, ["--env.judge.kind=score", "--env.judge.rubric=r"]).env.judge.criteria == {}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["weight=2"], "teacher.weight has no effect without a teacher"),
+        (["hint=x"], "teacher.hint has no effect without a teacher"),
+        (["url=http://t", "path=m"], "teacher.url and teacher.path both name a teacher"),
+        (["path=m", "tokenizer=t"], "teacher.tokenizer has no effect without teacher.url"),
+        (["url=http://t", "weight=0"], "trainer.teacher.weight = 0"),
+        (["by_env={a = {}}"], "teacher.by_env.a names no teacher"),
+        (
+            ["url=http://t", "reward_weight=0", "--trainer.baseline=batch"],
+            "baseline has no effect with teacher",
+        ),
+        (["url=http://t", "reward_weight=0", "--trainer.dynamic_sampling=true"], "dynamic_sampling has no"),
+        (
+            ["url=http://t", "reward_weight=0", "--trainer.curriculum.name=difficulty"],
+            "curriculum has no effect",
+        ),
+        (["url=http://t", "--trainer.group_size=1"], "has nothing to compare a single episode"),
+        (["path=m", "--engine.kind=sglang", "--engine.python=p"], "trainer.teacher.path needs engine.kind"),
+    ],
+)
+def test_settings_of_a_teacher_that_have_no_effect_are_refused(overrides: list[str], words: str) -> None:
+    given = [one if one.startswith("--") else f"--trainer.teacher.{one}" for one in overrides]
+    with pytest.raises(ConfigError) as refusal:
+        load_settings(None, [*MODEL, *given])
+    assert words in str(refusal.value)
+
+
+def test_teachers_are_given_by_environment(tmp_path: Path) -> None:
+    given = ["--trainer.teacher.path=m", '--trainer.teacher.by_env={a = {url = "http://t"}}']
+    settings = load_settings(
+        None, [*MODEL, *given, "--trainer.teacher.reward_weight=0", "--trainer.group_size=1"]
+    )
+    models = settings.trainer.teacher.models
+    assert {name: (model.url, model.path) for name, model in models.items()} == {
+        "": (None, Path("m")), "a": ("http://t", None),
+    }  # fmt: skip
+    assert settings.trainer.teacher.alone
+    assert not settings.trainer.filters_equal_rewards
+    file = tmp_path / "config.toml"
+    file.write_text(dump(settings))
+    assert load_settings(file) == settings

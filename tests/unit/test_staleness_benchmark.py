@@ -22,11 +22,11 @@ def rows_of(rewards: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]
     ]
 
 
-DEFAULT = staleness.DEFAULT
+DEFAULT, OTHER = staleness.DEFAULT, "gspo"
 ROWS = rows_of(
     {
         ("0", DEFAULT): [0.8, 0.9], ("2", DEFAULT): [0.7, 0.74], ("8", DEFAULT): [0.4, 0.4],
-        ("0", "dapo"): [0.9, 0.9], ("2", "dapo"): [0.8, 0.8], ("8", "dapo"): [0.8, 0.82],
+        ("0", OTHER): [0.9, 0.9], ("2", OTHER): [0.8, 0.8], ("8", OTHER): [0.8, 0.82],
     }
 )  # fmt: skip
 
@@ -46,10 +46,10 @@ def test_intervals_and_ratios_are_those_by_hand() -> None:
     half = 12.7062 * 0.0707107 / 2**0.5  # t for one degree of freedom · s ÷ √n
     assert (first["reward"], first["low"]) == pytest.approx((0.85, 0.85 - half), rel=1e-4)
     assert f"| `{DEFAULT}` | 0.850 ± {half:.3f} | 0.720 ± " in staleness.table(ROWS)
-    assert rows_of({("0", "dapo"): [0.5]})[0]["high"] is None
+    assert rows_of({("0", OTHER): [0.5]})[0]["high"] is None
     assert staleness.default_vs_best(ROWS) == pytest.approx(0.72 / 0.8)
     kept = staleness.gains_kept(ROWS, 0.4, "8")
-    assert kept == pytest.approx({DEFAULT: 0.0, "dapo": 0.41 / 0.5})
+    assert kept == pytest.approx({DEFAULT: 0.0, OTHER: 0.41 / 0.5})
 
 
 def test_the_keys_are_checked_where_their_cells_were_measured() -> None:

@@ -21,7 +21,7 @@ from tidegate.trainer.processes.servers import vllm_arguments
 from tidegate.vllm import model
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
-from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
+from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_prompt, take_usage
 from tidegate.vllm.worker_extension.tidegate_worker import TiedWeightReload
 from tidegate.weights import checksum
 from tidegate.weights.files import INDEX_FILE, WeightsError
@@ -135,7 +135,7 @@ def test_a_request_in_vllms_words() -> None:
 @pytest.mark.parametrize("params", [{"n": 2}, {"repetition_penalty": 1.1}])
 def test_what_vllm_does_in_another_way_is_refused(params: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=next(iter(params))):
-        refuse_unsupported(asked(**params).params)
+        refuse_unsupported(asked(**params))
 
 
 def piece(ids: list[int], **more: Any) -> dict[str, Any]:
@@ -228,3 +228,45 @@ async def test_which_vllm_an_environment_has_is_found_out(
 async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"engine\.python = .*nowhere: No such file"):
         await VLLMProcess(VLLMOptions(tmp_path / "nowhere", tmp_path)).is_for_cpu()
+
+
+def scored(limit: int = 0) -> Any:
+    params = {"max_new_tokens": limit}
+    return parse_generate(
+        {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 1, "sampling_params": params},
+        LIMITS,
+    )
+
+
+def test_logprobs_of_the_prompt_are_asked_for_and_returned() -> None:
+    generation = scored()
+    params = request_body(generation, "x")["sampling_params"]
+    assert (params["prompt_logprobs"], params["max_tokens"]) == (0, 1)
+    take_prompt(
+        generation, [None, {"6": {"logprob": -1.0}}, {"7": {"logprob": -2.0}, "9": {"logprob": -0.1}}]
+    )
+    take(generation, piece([8], finish_reason="length"))
+    reply = answer(generation, "3")
+    assert reply["output_ids"] == []
+    assert reply["meta_info"]["input_token_logprobs"] == [(None, 6, None), (-2.0, 7, None)]
+    assert reply["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    sampling = asked()
+    assert "prompt_logprobs" not in request_body(sampling, "x")["sampling_params"]
+    take_prompt(sampling, None)
+
+
+def test_missing_logprobs_of_the_prompt_are_errors() -> None:
+    last = {"7": {"logprob": -2.0}}
+    for positions in (
+        None, [None, None], [None, last, {"6": {"logprob": -1.0}}], [None, last, None],
+        [None, None, {"7": {"logprob": -9999.0}}],
+    ):  # fmt: skip
+        with pytest.raises(EngineError, match="vLLM returned"):
+            take_prompt(scored(), positions)
+
+
+def test_logprobs_of_the_prompt_are_not_streamed() -> None:
+    generation = scored()
+    generation.stream = True
+    with pytest.raises(RequestError, match="logprob_start_len: vLLM streams no logprobs"):
+        refuse_unsupported(generation)

@@ -37,6 +37,7 @@ class Engine:
             model.eos_ids | detokenizer.eos_ids,
             detokenizer.tokenizer is not None,
         )
+        self.tokenizer_hash = detokenizer.tokenizer_hash
         self.grammars = Grammars(detokenizer.tokenizer, model.vocab_size, self.limits.eos_ids)
         self.loading = asyncio.Lock()
         self.receiver = WeightsReceiver(model.device)
@@ -110,6 +111,8 @@ class Engine:
         return {
             "model_path": path,
             "tokenizer_path": path if self.limits.has_tokenizer else None,
+            "tokenizer_hash": self.tokenizer_hash,
+            "vocab_size": self.limits.vocab_size,
             "weight_version": self.scheduler.version,
             "max_context": self.options.max_context,
             "max_slots": self.options.max_slots,

@@ -26,12 +26,12 @@ def number(fields: dict[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def integer(fields: dict[str, Any], name: str, default: int) -> int:
+def integer(fields: dict[str, Any], name: str, default: int, prefix: str = PARAMS) -> int:
     value = fields.pop(name, None)
     if value is None:
         return default
     if type(value) is not int or abs(value) >= 2**62:
-        raise invalid_parameter(name, value, "it must be an integer")
+        raise RequestError(f"{prefix}{name} = {value!r}: it must be an integer")
     return value
 
 

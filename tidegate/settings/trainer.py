@@ -14,6 +14,7 @@ from tidegate.settings.curriculum import CurriculumSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import SettingsSection
+from tidegate.settings.teacher import TeacherSettings
 
 ENDLESS = 10**9
 """`trainer.steps` of a standing service whose settings give no limit."""
@@ -51,7 +52,8 @@ class TrainerSettings(SettingsSection):
     groups_per_batch: Annotated[int, Field(ge=1)] = 16
     """Groups in one batch."""
     group_size: Annotated[int, Field(ge=1)] = 8
-    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch or key."""
+    """Episodes of one task, whose rewards are compared; 1 needs `baseline` = batch or key, or a teacher alone
+    (`trainer.teacher.reward_weight` = 0)."""
     min_group_size: Annotated[int, Field(ge=1)] | None = None
     """Least number of trainable episodes of a group; with fewer it fails. None: `group_size`."""
     max_staleness: Annotated[int | Literal["none"], AfterValidator(_staleness)] = 2
@@ -100,6 +102,8 @@ class TrainerSettings(SettingsSection):
     """Coefficient of the penalty KL(π_θ‖π_ref)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of this KL divergence: k1 lowers the advantages, k2 and k3 are added to the loss."""
+    teacher: TeacherSettings = TeacherSettings()
+    """Distillation from a teacher, which scores the sampled tokens."""
     baseline: Literal["group", "leave_one_out", "batch", "key"] = "group"
     """What an episode's reward is compared with: the mean of its group (GRPO), of the group's other episodes
     (RLOO), or of the batch (REINFORCE++). key: the running mean of the episodes of its project key, or of its
@@ -117,7 +121,8 @@ class TrainerSettings(SettingsSection):
     """Which training tasks are issued."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
-    on, except with `baseline` = batch or key, to which such groups contribute."""
+    on, except with `baseline` = batch or key, to which such groups contribute, and with a teacher, which
+    scores them too."""
     advantage_scale: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
     none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
@@ -174,7 +179,8 @@ class TrainerSettings(SettingsSection):
     @property
     def filters_equal_rewards(self) -> bool:
         """Whether groups whose rewards are all equal are replaced."""
-        return self.dynamic_sampling is not False and self.compares_in_groups
+        default = self.compares_in_groups and not self.teacher.enabled
+        return default if self.dynamic_sampling is None else self.dynamic_sampling
 
     @property
     def may_filter(self) -> bool:
@@ -245,7 +251,9 @@ class TrainerSettings(SettingsSection):
 
     def _check_baseline(self) -> None:
         """Raises ValueError if the baseline contradicts the groups, their scale or their filter."""
-        if self.smallest_group == 1 and self.compares_in_groups:
+        if self.teacher.alone:
+            self._check_teacher_alone()
+        elif self.smallest_group == 1 and self.compares_in_groups:
             raise ValueError(
                 f"baseline = {self.baseline!r} has nothing to compare a single episode of a group with: set "
                 "baseline to 'batch' or 'key', or group_size and min_group_size to 2 or more"
@@ -258,6 +266,15 @@ class TrainerSettings(SettingsSection):
             raise ValueError(
                 f"dynamic_sampling has no effect with baseline = {self.baseline!r}: it trains on groups with "
                 "equal rewards as well; remove one of the two"
+            )
+
+    def _check_teacher_alone(self) -> None:
+        """Raises ValueError if a setting concerns rewards, which have no weight."""
+        names = ("baseline", "dynamic_sampling", "advantage_scale", "length_penalty", "curriculum")
+        if idle := [name for name in self.other_than_default(*names) if getattr(self, name) is not False]:
+            raise ValueError(
+                f"{idle[0]} has no effect with teacher.reward_weight = 0, as no reward is learned from: "
+                "remove it, or raise teacher.reward_weight"
             )
 
     def _force(self, name: str, value: int) -> None:

@@ -14,6 +14,7 @@ from urllib.request import ProxyHandler, build_opener
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.serve import Listen, bind
+from tidegate.settings.teacher import TeacherSettings
 
 ENGINE_S = 10.0
 """Timeout of an engine's reply to GET /model_info."""
@@ -70,6 +71,16 @@ def check_port(host: str, port: int) -> None:
     """Raises StartError if a server could not listen on `port`. Port 0 stands for any free one."""
     if port:
         bind(Listen(host, port)).close()
+
+
+def check_teachers(teacher: TeacherSettings) -> None:
+    """Raises StartError if the model of a teacher that the run starts does not exist."""
+    for model in teacher.models.values():
+        if model.path is not None and not (model.path / "config.json").is_file():
+            raise StartError(
+                f"trainer.teacher: path = {model.path} has no config.json: it must be a Hugging Face model "
+                "directory, such as checkpoints/best of a run"
+            )
 
 
 def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:

@@ -30,6 +30,7 @@ from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun, take_over
 from tidegate.trainer.start import Start, base_model
+from tidegate.trainer.teacher.start import start_teacher
 from tidegate.trainer.training import Training
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -127,8 +128,10 @@ class Run:
         stack.push_async_callback(ranks.close)
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
+        supervisor, note, provider = self._supervisor, self.observer.note, self.provider
+        teacher = await start_teacher(settings, self.dir, supervisor, note, stack, provider)
         processes = await start_processes(
-            settings, self.dir, self._live_weights, self._supervisor, self.observer.note, stack, self.provider
+            settings, self.dir, self._live_weights, supervisor, note, stack, provider
         )
         policy = await loading
         ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
@@ -141,7 +144,7 @@ class Run:
             await self._report_resume(resumed, changed)
         self._training = Training(
             settings, start, self.environment, self.observer, self.credit, self.provider, processes, policy,
-            ledger, resumed, self.stop, self.result, stack,
+            ledger, resumed, self.stop, self.result, stack, teacher,
         )  # fmt: skip
         await self._training.open(self._supervisor)
         return self._training

@@ -50,6 +50,7 @@ from tidegate.trainer.rollout.evaluator import Episode, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
+from tidegate.trainer.teacher.teacher import Teacher
 from tidegate.types import Trajectory
 
 STATE_S = 0.5
@@ -72,6 +73,7 @@ class Training:
         stop: Set when the run is to end after the current step.
         result: Updated by evaluations and at the end.
         stack: Closes what is opened here.
+        teacher: Scores sampled tokens; None without distillation.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Training:
         stop: asyncio.Event,
         result: RunResult,
         stack: contextlib.AsyncExitStack,
+        teacher: Teacher | None = None,
     ) -> None:
         self.settings, self.start, self.stop, self.result = settings, start, stop, result
         self._by_clients = settings.agent.source == "client"
@@ -97,7 +100,7 @@ class Training:
         self.observer, self.provider = observer, provider
         self.gateway, self.engines = processes.gateway, processes.engines
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
-        self.tokens = TokenCounts()
+        self.tokens, self.teacher = TokenCounts(), teacher
         self._began = time.monotonic()
         files, judge = TrajectoryFiles(self.dir), JudgeRecord(observer.note)
 
@@ -119,7 +122,7 @@ class Training:
         self.clients = ClientLog(self.dir)
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, GroupCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer, self.clients.offered,
+            self.tokens, self.rollout.answer, self.clients.offered, teacher,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)
@@ -332,11 +335,13 @@ class Training:
     def _last_progress(self) -> float:
         testing = self.promotion is not None and self.promotion.active
         waits = self.pause.active or self.gate.waiting or testing
+        if self.teacher is not None:
+            waits = waits or self.teacher.failing
         if waits or (self._by_clients and self.batches.waiting):
             return time.monotonic()  # these have limits of their own, and clients come when they like
-        return max(
-            self._began, self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress
-        )
+        scored = self._began if self.teacher is None else self.teacher.last_progress
+        others = (self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress)
+        return max(self._began, scored, *others)
 
     def _describe(self) -> str:
         counts = ", ".join(
@@ -372,4 +377,5 @@ class Training:
             **admission.pool.metrics(),
             **self.pause.metrics(),
             **self.tokens.metrics(),
+            **({} if self.teacher is None else self.teacher.metrics()),
         }

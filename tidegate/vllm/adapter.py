@@ -23,7 +23,14 @@ from tidegate.errors import EngineError
 from tidegate.vllm.client import VLLMClient
 from tidegate.vllm.model import ModelFiles, check_weights, manifest
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
-from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_usage
+from tidegate.vllm.translate import (
+    answer,
+    refuse_unsupported,
+    request_body,
+    take,
+    take_prompt,
+    take_usage,
+)
 
 LOADING = "loading"
 """Version of weights that are missing or partly loaded."""
@@ -48,12 +55,14 @@ class EngineAdapter:
         """Running requests: the client's id by the id at vLLM."""
         self._names = itertools.count()
         self._loading = asyncio.Lock()
+        self._tokenizer_hash: str | None = None
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start vLLM and wait until it serves; closing `stack` stops it. Raises StartError."""
         # Validate the model directory before the start, which takes minutes.
         vocab_size, eos_ids = self.model.vocab_size, self.model.eos_ids
         text = await asyncio.to_thread(TokenDecoder.load, self.options.model)
+        self._tokenizer_hash = text.tokenizer_hash
         stack.push_async_callback(self.process.stop)
         url = await self.process.start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
@@ -70,13 +79,14 @@ class EngineAdapter:
     def read(self, body: Mapping[str, Any]) -> Generation:
         """Parse a request. Raises RequestError that names the invalid or unsupported parameter."""
         generation = parse_generate(body, self.limits)
-        refuse_unsupported(generation.params)
+        refuse_unsupported(generation)
         return generation
 
     async def sample(self, generation: Generation) -> dict[str, Any]:
         """Return the complete reply. Cancelling aborts the request."""
         with self._named(generation) as name:
             reply = await self.upstream.generate(request_body(generation, name))
+        take_prompt(generation, reply.get("prompt_logprobs"))
         take(generation, reply["choices"][0])
         take_usage(generation, reply.get("usage"))
         return answer(generation, self.version)
@@ -170,6 +180,8 @@ class EngineAdapter:
         return {
             "model_path": path,
             "tokenizer_path": path if self.limits.has_tokenizer else None,
+            "tokenizer_hash": self._tokenizer_hash,
+            "vocab_size": self.limits.vocab_size,
             "weight_version": self.version,
             "max_context": self.limits.max_context,
             "num_running": len(self._running),

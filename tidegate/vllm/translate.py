@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.server.generate import reply
 from tidegate.engine.validation import PARAMS, RequestError
@@ -24,12 +23,13 @@ def request_body(generation: Generation, name: str) -> dict[str, Any]:
         "token_ids": generation.prompt_ids,
         "stream": generation.stream,
         "stream_options": {"include_usage": True} if generation.stream else None,
-        "sampling_params": _params(generation.params, generation.limit),
+        "sampling_params": _params(generation),
     }
 
 
-def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
+def _params(generation: Generation) -> dict[str, Any]:
     """End-of-sequence ids are passed as stop ids, so that vLLM reports which one it sampled."""
+    params = generation.params
     body: dict[str, Any] = {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -38,7 +38,7 @@ def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         "presence_penalty": params.presence_penalty,
         "repetition_penalty": params.repetition_penalty,
-        "max_tokens": limit,
+        "max_tokens": max(1, generation.limit),  # vLLM samples a token in any case
         "stop_token_ids": sorted(params.stop_ids),
         "ignore_eos": True,
         "seed": params.seed % SEEDS,
@@ -47,6 +47,8 @@ def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
     }
     if params.stop:
         body["stop"] = list(params.stop)
+    if generation.logprob_start is not None:
+        body["prompt_logprobs"] = 0  # of the prompt's own tokens alone
     if params.grammar is not None:
         grammar = {GRAMMARS[params.grammar.kind]: params.grammar.text}
         # As in the other engines: a model could otherwise emit whitespace without end.
@@ -55,8 +57,11 @@ def _params(params: SamplingParams, limit: int) -> dict[str, Any]:
     return body
 
 
-def refuse_unsupported(params: SamplingParams) -> None:
+def refuse_unsupported(generation: Generation) -> None:
     """Raises RequestError that names a parameter with different semantics in vLLM."""
+    params = generation.params
+    if generation.stream and generation.logprob_start is not None:
+        raise RequestError("logprob_start_len: vLLM streams no logprobs of the prompt; leave stream out")
     if params.n != 1:
         raise RequestError(f"{PARAMS}n = {params.n}: send one request per reply, so that each can be aborted")
     if params.repetition_penalty != 1:
@@ -68,6 +73,9 @@ def refuse_unsupported(params: SamplingParams) -> None:
 
 def take(generation: Generation, choice: Mapping[str, Any]) -> None:
     """Add the tokens of a reply or of a streamed piece. Raises EngineError if they are invalid."""
+    if generation.limit == 0:  # the reply is not asked for
+        generation.finish_reason = {"type": "length", "length": 0}
+        return
     ids = choice.get("token_ids") or []
     tokens = (choice.get("logprobs") or {}).get("content") or []
     if [token.get("token_id") for token in tokens] != ids or any(
@@ -92,6 +100,21 @@ def _finish(reason: str, stop: int | str | None, length: int) -> dict[str, Any]:
     if reason == "abort":
         return {"type": "abort", "message": "aborted"}
     raise EngineError(f"vLLM returned an unknown finish_reason: {reason!r}", retryable=True)
+
+
+def take_prompt(generation: Generation, positions: Sequence[Mapping[str, Any] | None] | None) -> None:
+    """Set the prompt's logprobs, if they were asked for. Raises EngineError if some are missing."""
+    start = generation.logprob_start
+    if start is None:
+        return
+    ids = generation.prompt_ids
+    if not isinstance(positions, list) or len(positions) != len(ids):
+        raise EngineError(f"vLLM returned no logprobs of a prompt of {len(ids)} tokens", retryable=True)
+    found = [(positions[at] or {}).get(str(ids[at])) for at in range(start + 1, len(ids))]
+    values = [entry["logprob"] for entry in found if entry is not None and entry["logprob"] > NO_LOGPROB]
+    if len(values) != len(found):
+        raise EngineError(f"vLLM returned logprobs of {len(values)} of {len(found)} tokens", retryable=True)
+    generation.prompt_logprobs = [float(value) for value in values]
 
 
 def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:

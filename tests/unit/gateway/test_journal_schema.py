@@ -32,6 +32,7 @@ TURN = Turn(
     parse="malformed",
     exempt="the request's header",
     structured="grammar",
+    teacher_logprobs=np.array([-0.25, -3.0], dtype=np.float32),
 )
 
 

@@ -32,6 +32,8 @@ from tidegate.weights import checksum
 from tidegate.weights.cache_argument import cache_argument
 
 PROBE_LENGTHS = (7, 3, 5)
+SCORED_LOGITS = 2**26
+"""Largest number of logits of a pass that computes logprobs of prompts; bounds its memory."""
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
@@ -45,24 +47,57 @@ class Model:
         self.device: torch.device = hf_model.device
         self.dtype: torch.dtype = hf_model.dtype
         self.vocab_size: int = hf_model.get_input_embeddings().num_embeddings
+        self.max_scored_tokens = max(1, SCORED_LOGITS // self.vocab_size)
         self.eos_ids = _eos_ids(hf_model)
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
-        self._arguments: dict[str, Any] = {cache_argument(hf_model): self.cache, "use_cache": True}
+        self._cache_arguments: dict[str, Any] = {cache_argument(hf_model): self.cache, "use_cache": True}
         # Models with this parameter can skip the logits of other positions.
-        if "logits_to_keep" in inspect.signature(hf_model.forward).parameters:
-            self._arguments["logits_to_keep"] = 1
+        self._skips_logits = "logits_to_keep" in inspect.signature(hf_model.forward).parameters
         self._key_numbers = torch.arange(round_up(max_context, VIEW_STEP), device=self.device)
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
 
-    @torch.inference_mode()
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
         """Caches the keys and values of sequences in rows first..; each has at least one token.
 
-        `held` are the numbers of tokens that the rows already hold. Sequences are padded on the right: the
-        earlier positions of a causal model never attend to padding, and later steps overwrite it.
+        `held` are the numbers of tokens that the rows already hold.
+        """
+        self._prefill(first, sequences, held, 1)
+
+    @torch.inference_mode()
+    def score(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        targets: Sequence[Sequence[int]],
+    ) -> list[list[float]]:
+        """Does what `prefill` does, and returns the logprobs of each row's targets, at temperature 1.
+
+        A row's targets follow the last tokens of its sequence, one target for each.
+        """
+        length = max(map(len, sequences))
+        begins = [len(ids) - len(wanted) for ids, wanted in zip(sequences, targets, strict=True)]
+        logits = self._prefill(first, sequences, held, length - min(begins))
+        dropped = length - logits.shape[1]
+        scores = []
+        for row, (begin, wanted) in enumerate(zip(begins, targets, strict=True)):
+            own = logits[row, begin - dropped : begin - dropped + len(wanted)].float()
+            ids = upload(np.array(wanted, np.int64), self.device)
+            chosen = own.gather(-1, ids[:, None])[:, 0] - own.logsumexp(-1)
+            scores.append([float(value) for value in chosen.tolist()])
+        return scores
+
+    @torch.inference_mode()
+    def _prefill(
+        self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int], keep: int
+    ) -> Tensor:
+        """Returns the logits of at least the last `keep` columns, [rows, columns, vocab].
+
+        Sequences are padded on the right: the earlier positions of a causal model never attend to padding,
+        and later steps overwrite it.
         """
         length = max(map(len, sequences))
         ids = np.zeros((len(sequences), length), np.int64)
@@ -74,14 +109,14 @@ class Model:
             positions = (starts[:, None] + self._key_numbers[:length]).clamp_(max=self.max_context - 1)
             seen = round_up(min(max(held) + length, self.max_context), VIEW_STEP)
             self.cache.extend(first, positions, seen)
-            self._forward(upload(ids, self.device), positions, seen)
-            return
+            return self._forward(upload(ids, self.device), positions, seen, keep)
         self.cache.begin(first, len(sequences), length)
-        self.hf_model(
+        logits: Tensor = self.hf_model(
             input_ids=upload(ids, self.device),
             position_ids=self._key_numbers[None, :length].expand(len(sequences), length),
-            **self._arguments,
-        )
+            **self._arguments(keep),
+        ).logits
+        return logits
 
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -94,22 +129,28 @@ class Model:
         positions = upload(slots.lengths[:n, None], self.device)
         length = round_up(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
         self.cache.extend(0, positions, length)
-        return self._forward(upload(slots.tokens[:n, None], self.device), positions, length)
+        return self._forward(upload(slots.tokens[:n, None], self.device), positions, length, 1)[:, -1]
 
-    def _forward(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
+    def _arguments(self, keep: int) -> dict[str, Any]:
+        """Returns the model's arguments for the cache and for the logits of the last `keep` columns."""
+        return (
+            {**self._cache_arguments, "logits_to_keep": keep} if self._skips_logits else self._cache_arguments
+        )
+
+    def _forward(self, ids: Tensor, positions: Tensor, length: int, keep: int) -> Tensor:
         """Runs tokens [rows, tokens] at `positions` of the rows set in the cache; each token attends to the
         earlier positions of its row among the first `length` keys.
 
-        Returns the logits of the last column, [rows, vocab].
+        Returns the logits of at least the last `keep` columns, [rows, columns, vocab].
         """
         seen = self._key_numbers[:length] <= positions[:, :, None]
         output = self.hf_model(
             input_ids=ids,
             position_ids=positions,
             attention_mask=torch.where(seen, self._zero, self._masked)[:, None],
-            **self._arguments,
+            **self._arguments(keep),
         )
-        logits: Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits
         return logits
 
     def read_weights(self, directory: Path) -> loading.CheckedWeights:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.engine.requests.request import Generation
-from tidegate.errors import StartError
+from tidegate.weights.vocabulary import load_tokenizer, tokenizer_hash
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -21,12 +21,12 @@ class TokenDecoder:
     def load(cls, directory: Path) -> TokenDecoder:
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             return cls(None)
-        from transformers import AutoTokenizer
+        return cls(load_tokenizer(directory))
 
-        try:
-            return cls(AutoTokenizer.from_pretrained(directory, local_files_only=True))
-        except Exception as error:  # transformers raises many types
-            raise StartError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """Hash of the tokenizer's table; None without a tokenizer."""
+        return None if self.tokenizer is None else tokenizer_hash(self.tokenizer)
 
     @property
     def eos_ids(self) -> frozenset[int]:

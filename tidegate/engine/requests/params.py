@@ -83,7 +83,7 @@ def read_params(body: Mapping[str, Any], limits: TokenLimits) -> SamplingParams:
         frequency_penalty=_within(fields, "frequency_penalty", 0.0, -2, 2),
         presence_penalty=_within(fields, "presence_penalty", 0.0, -2, 2),
         repetition_penalty=_positive(fields, "repetition_penalty", 2),
-        max_new_tokens=_count(fields, "max_new_tokens", 128, None),
+        max_new_tokens=_count(fields, "max_new_tokens", 128, None, minimum=0),
         stop=_stop(fields.pop("stop", None), limits),
         stop_ids=frozenset() if ignore_eos else limits.eos_ids | stop_ids,
         seed=_seed(fields.pop("sampling_seed", None)),
@@ -110,10 +110,10 @@ def _positive(fields: dict[str, Any], name: str, high: int) -> float:
     return value
 
 
-def _count(fields: dict[str, Any], name: str, default: int, maximum: int | None) -> int:
+def _count(fields: dict[str, Any], name: str, default: int, maximum: int | None, *, minimum: int = 1) -> int:
     value = integer(fields, name, default)
-    if value < 1:
-        raise invalid_parameter(name, value, "it must be at least 1")
+    if value < minimum:
+        raise invalid_parameter(name, value, f"it must be at least {minimum}")
     if maximum is not None and value > maximum:
         raise invalid_parameter(name, value, f"it must be at most {maximum}")
     return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate.engine.requests.grammar import Grammar
 from tidegate.engine.requests.params import SamplingParams, TokenLimits, read_params
-from tidegate.engine.validation import RequestError, boolean, mapping, refuse_unsupported
+from tidegate.engine.validation import RequestError, boolean, integer, mapping, refuse_unsupported
 
 BLOCK = 16
 """Tokens per block of a sequence, which prefixes are matched by."""
@@ -20,7 +20,6 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("text", "image_data", "audio_data", "video_data", "input_embeds"), (None,)),
     **dict.fromkeys(("lora_path", "token_ids_logprob", "session_params", "custom_logit_processor"), (None,)),
     **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states"), (None, False)),
-    "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     # Fields that SGLang's router adds.
     **dict.fromkeys(("background", "return_bytes", "return_entropy"), (None, False)),
@@ -62,9 +61,14 @@ class Generation:
     prompt_ids: list[int]
     params: SamplingParams
     limit: int
-    """Maximum number of output tokens: `max_new_tokens`, or fewer if the context is full earlier."""
+    """Maximum number of output tokens: `max_new_tokens`, or fewer if the context is full earlier. 0: the
+    request ends when the prompt's logprobs are known."""
     stream: bool = False
     return_logprob: bool = False
+    logprob_start: int | None = None
+    """Index of the prompt's token from which on `prompt_logprobs` are computed; None: they are not."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Logprobs of the prompt's tokens after `logprob_start`, at temperature 1 as in SGLang."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -86,6 +90,23 @@ class Generation:
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether a prefill must compute logprobs of the prompt."""
+        if self.logprob_start is None:
+            return False
+        return len(self.prompt_logprobs) < len(self.prompt_ids) - 1 - self.logprob_start
+
+    @property
+    def prefill_kind(self) -> tuple[bool, bool]:
+        """Whether its prefill computes logprobs, and whether it ends with it; equal in each prefill pass."""
+        return self.needs_prompt_logprobs, self.limit == 0
+
+    @property
+    def reusable(self) -> list[int]:
+        """The tokens of `past` whose keys and values may come from the prefix cache."""
+        return self.past[: self.logprob_start] if self.needs_prompt_logprobs else self.past
+
+    @property
     def past(self) -> list[int]:
         """All tokens but the last, which is the input of the next step."""
         return (self.prompt_ids + self.output_ids)[:-1]
@@ -104,8 +125,8 @@ class Generation:
 
 def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     fields = dict(mapping(body, "the body"))
-    prompt_ids = _prompt(fields.pop("input_ids", None), limits)
     params = read_params(mapping(fields.pop("sampling_params", None) or {}, "sampling_params"), limits)
+    prompt_ids = _prompt(fields.pop("input_ids", None), limits, params.max_new_tokens)
     rid = fields.pop("rid", None)
     if rid is None:
         rid = uuid.uuid4().hex
@@ -113,12 +134,32 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         raise RequestError(f"rid = {rid!r}: it must be a non-empty string; give one or leave it out")
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
+    start = _logprob_start(fields, len(prompt_ids), return_logprob)
     refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
-    return Generation(rid, prompt_ids, params, limit, stream, return_logprob)
+    if limit == 0 and start is None:
+        raise RequestError(
+            "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len asks for "
+            "the prompt's logprobs"
+        )
+    return Generation(rid, prompt_ids, params, limit, stream, return_logprob, start)
 
 
-def _prompt(ids: Any, limits: TokenLimits) -> list[int]:
+def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) -> int | None:
+    """Returns `logprob_start_len`, or None for −1, which asks for no logprobs of the prompt."""
+    start = integer(fields, "logprob_start_len", -1, "")
+    if start == -1:
+        return None
+    if not 0 <= start < prompt:
+        raise RequestError(
+            f"logprob_start_len = {start}: it must be the index of a token of the prompt, which has {prompt}"
+        )
+    if not return_logprob:
+        raise RequestError(f"logprob_start_len = {start} has no effect without return_logprob = true")
+    return start
+
+
+def _prompt(ids: Any, limits: TokenLimits, max_new_tokens: int) -> list[int]:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RequestError("input_ids must be a list of token ids")
     if not ids:
@@ -126,9 +167,10 @@ def _prompt(ids: Any, limits: TokenLimits) -> list[int]:
     if min(ids) < 0 or max(ids) >= limits.vocab_size:
         at = next(i for i, token in enumerate(ids) if not 0 <= token < limits.vocab_size)
         raise RequestError(f"input_ids[{at}] = {ids[at]} is not in the vocabulary of {limits.vocab_size}")
-    if len(ids) >= limits.max_context:
+    if len(ids) + min(1, max_new_tokens) > limits.max_context:
+        rule = "must be fewer than" if max_new_tokens else "must be at most"
         raise RequestError(
-            f"input_ids has {len(ids)} tokens, which must be fewer than max_context = {limits.max_context}"
+            f"input_ids has {len(ids)} tokens, which {rule} max_context = {limits.max_context}"
         )
     return ids
 
@@ -149,6 +191,7 @@ def samples_of(request: Generation) -> list[Generation]:
             limit=request.limit,
             stream=request.stream,
             return_logprob=request.return_logprob,
+            logprob_start=request.logprob_start,
             grammar=request.grammar.copy() if request.grammar is not None else None,
         )
         for i in range(params.n)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,7 +33,18 @@ class Decoder(Protocol):
 
     @property
     def cache(self) -> KVCache: ...
+    @property
+    def max_scored_tokens(self) -> int:
+        """Maximum padded tokens of a `score` pass."""
+
     def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
+    def score(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        targets: Sequence[Sequence[int]],
+    ) -> list[list[float]]: ...
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
     def copy_weights(self, weights: Any) -> None: ...
 
@@ -77,26 +89,32 @@ class RunningBatch:
     def count(self) -> int:
         return self.slots.count
 
-    def budget(self, joining: int) -> int:
-        """Returns the maximum padded tokens of a prefill pass for `joining` requests."""
+    def budget(self, joining: int, scored: bool = False) -> int:
+        """Returns the maximum padded tokens of a prefill pass for `joining` requests; `scored`: with logprobs
+        of their prompts."""
+        limit = min(PASS_TOKENS, self.model.max_scored_tokens) if scored else PASS_TOKENS
         if not self.count:
-            return PASS_TOKENS
-        return min(PASS_TOKENS, max(CHUNK_TOKENS, CHUNK_TOKENS * joining // self.count))
+            return limit
+        return min(limit, max(CHUNK_TOKENS, CHUNK_TOKENS * joining // self.count))
 
     def choose(self, waiting: Iterable[Generation]) -> list[Generation]:
-        """Selects the requests of the next prefill pass: the first and others of about its cost that share
-        no uncached prefix. A prompt longer than a pass is prefilled alone, in several passes."""
+        """Selects the requests of the next prefill pass: the first and others of its kind and about its cost
+        that share no uncached prefix. A prompt longer than a pass is prefilled alone, in several passes."""
         if self._partial is not None:
             return [self._partial.generation]
         costs = [(*self._uncached(generation), generation) for generation in waiting]
-        first = costs[0][0]
-        similar = (item for item in costs if first <= 1.5 * item[0] + 16 and item[0] <= 1.5 * first + 16)
+        first, kind = costs[0][0], costs[0][2].prefill_kind
+        similar = (
+            item
+            for item in costs
+            if first <= 1.5 * item[0] + 16 and item[0] <= 1.5 * first + 16 and item[2].prefill_kind == kind
+        )
         batch: list[Generation] = []
         longest = 0
         shared: set[int] = set()
         for cost, block, generation in similar:
             longest = max(longest, cost)
-            if batch and longest * (len(batch) + 1) > self.budget(len(batch) + 1):
+            if batch and longest * (len(batch) + 1) > self.budget(len(batch) + 1, kind[0]):
                 break
             if block in shared:
                 continue  # it can reuse the prefix once this batch has computed it
@@ -106,17 +124,17 @@ class RunningBatch:
         return batch
 
     def fill(self, batch: Sequence[Generation]) -> list[Generation]:
-        """Prefills all tokens of these requests but their last; returns the requests that now have a row.
+        """Prefills all tokens of these requests but their last; returns the requests that now have a row, or
+        need none.
 
         A single request that exceeds the limit of a pass is prefilled in part and has no row yet.
         """
-        budget = self.budget(len(batch))
+        budget = self.budget(len(batch), batch[0].needs_prompt_logprobs)
         first = self.slots.count
         partials = [self._start_prefill(row, generation) for row, generation in enumerate(batch, first)]
         chunks = [partial.generation.past[partial.done : partial.done + budget] for partial in partials]
         if any(chunks):
-            # An empty chunk is replaced by one token, which the next step overwrites.
-            self.model.prefill(first, [ids or [0] for ids in chunks], [partial.done for partial in partials])
+            self._prefill(first, partials, chunks)
         for partial, chunk in zip(partials, chunks, strict=True):
             partial.done += len(chunk)
         self.counters.tokens_prefilled += sum(map(len, chunks))
@@ -124,19 +142,40 @@ class RunningBatch:
             self._partial = partials[0]
             return []
         self._partial = None
-        for partial in partials:
-            row = self.slots.add(partial.generation)
-            if not partial.generation.output_ids:
-                partial.generation.cached_tokens = partial.reused
+        for row, partial in enumerate(partials, first):
+            generation = partial.generation
+            if not generation.output_ids:
+                generation.cached_tokens = partial.reused
             self.counters.tokens_reused += partial.reused
-            self.cache_prefix(row)
+            if generation.limit:
+                self.slots.add(generation)
+            elif not all(map(math.isfinite, generation.prompt_logprobs)):
+                self.discard_values(row)
+                continue
+            self._cache_prefix(row, generation)
         return list(batch)
+
+    def _prefill(
+        self, first: int, partials: Sequence[_PartialPrefill], chunks: Sequence[Sequence[int]]
+    ) -> None:
+        """Caches the chunks in rows first.., and adds the logprobs that their requests ask for."""
+        # An empty chunk is replaced by one token, which the next step overwrites.
+        sequences, held = [ids or [0] for ids in chunks], [partial.done for partial in partials]
+        targets = [_targets(*pair) for pair in zip(partials, chunks, strict=True)]
+        if not any(targets):
+            self.model.prefill(first, sequences, held)
+            return
+        scores = self.model.score(first, sequences, held, targets)
+        for partial, values in zip(partials, scores, strict=True):
+            partial.generation.prompt_logprobs += values
 
     def _start_prefill(self, row: int, generation: Generation) -> _PartialPrefill:
         if self._partial is not None and self._partial.generation is generation:
             return self._partial
-        past = generation.past
-        length, snapshot = self.prefixes.find(past, generation.block_hashes.for_tokens(past))
+        if generation.needs_prompt_logprobs:
+            generation.prompt_logprobs = []  # a part of them may be of other weights
+        reusable = generation.reusable
+        length, snapshot = self.prefixes.find(reusable, self._hashes(generation, reusable))
         if snapshot is not None:
             self.model.cache.restore(row, snapshot, length)
         return _PartialPrefill(generation, length, length)
@@ -151,7 +190,9 @@ class RunningBatch:
         return ids, logprobs
 
     def cache_prefix(self, row: int) -> None:
-        generation = self.slots.owners[row]
+        self._cache_prefix(row, self.slots.owners[row])
+
+    def _cache_prefix(self, row: int, generation: Generation) -> None:
         if self.prefixes.max_bytes == 0 or generation.kv_version is not None:
             return
         past = generation.past
@@ -187,9 +228,22 @@ class RunningBatch:
 
     def _uncached(self, generation: Generation) -> tuple[int, int | None]:
         """Returns the number of tokens to prefill and the hash of their first block that can be shared."""
-        past = generation.past
-        hashes = generation.block_hashes.for_tokens(past)
-        length, _ = self.prefixes.find(past, hashes)
+        reusable = generation.reusable
+        hashes = self._hashes(generation, reusable)
+        length, _ = self.prefixes.find(reusable, hashes)
         blocks = length // BLOCK
         share = self.prefixes.max_bytes > 0 and blocks < len(hashes)
-        return len(past) - length, hashes[blocks] if share else None
+        return len(generation.past) - length, hashes[blocks] if share else None
+
+    @staticmethod
+    def _hashes(generation: Generation, tokens: Sequence[int]) -> list[int]:
+        """Returns the hashes of the whole blocks of `tokens`, which are the first of the request's."""
+        return generation.block_hashes.for_tokens(generation.past)[: len(tokens) // BLOCK]
+
+
+def _targets(partial: _PartialPrefill, chunk: Sequence[int]) -> list[int]:
+    """Returns the prompt's tokens that follow tokens of the chunk and whose logprobs are asked for."""
+    generation, end = partial.generation, partial.done + len(chunk)
+    if not generation.needs_prompt_logprobs or generation.logprob_start is None:
+        return []
+    return generation.prompt_ids[max(partial.done, generation.logprob_start) + 1 : end + 1]

@@ -31,6 +31,7 @@ MIN_IDLE_SHARE = 0.25
 """Share of a full step that rows are idle before a prefill pass starts. Until then the pass waits for more
 requests, because a pass costs more than idle rows; at least one step runs between two passes."""
 
+NOT_FINITE = "the model's logits are not finite for this request"
 PAUSE_MODES: tuple[str, ...] = ("abort", "retract", "in_place")
 T = TypeVar("T")
 
@@ -248,18 +249,26 @@ class Scheduler:
         # There is a free row for each of these; `choose` selects among them by cost.
         batch = self._rows.choose(itertools.islice(self._waiting, self._rows.slots.free))
         try:
-            self._dequeue(self._rows.fill(batch))
+            self._prefilled(self._rows.fill(batch))
         except Exception as error:  # noqa: BLE001 - raised again for the single request below
             log.warning(
                 "a prefill of %d requests failed (%r): trying the requests one by one", len(batch), error
             )
             self._prefill_singly(batch)
 
+    def _prefilled(self, generations: list[Generation]) -> None:
+        """Takes requests out of the queue; those that ask only for their prompt's logprobs end."""
+        self._dequeue(generations)
+        for generation in generations:
+            if generation.limit == 0:
+                finite = all(map(math.isfinite, generation.prompt_logprobs))
+                self._end(generation, {"type": "length", "length": 0}, None if finite else NOT_FINITE)
+
     def _prefill_singly(self, batch: list[Generation]) -> None:
         """Prefills requests singly and fails those that raise; raises after FAILURES_IN_A_ROW of them."""
         for generation in batch:
             try:
-                self._dequeue(self._rows.fill([generation]))
+                self._prefilled(self._rows.fill([generation]))
                 self._failures = 0
             except Exception as error:
                 self._failures += 1
@@ -286,7 +295,7 @@ class Scheduler:
     def _take_token(self, row: int, generation: Generation, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
             self._rows.discard_values(row)
-            self._end(generation, None, "the model's logits are not finite for this request")
+            self._end(generation, None, NOT_FINITE)
             return
         generation.output_ids.append(token)
         generation.logprobs.append(logprob)

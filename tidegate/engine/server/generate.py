@@ -132,6 +132,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     """Returns the reply with the first `count` output tokens; `version` is the live weights' label.
 
     `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
+    `input_token_logprobs` has the prompt's tokens from `logprob_start_len` on; as in SGLang, the first has no
+    logprob.
     `kv_version` is present only if keys and values of older weights were kept. With a grammar,
     `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
     forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
@@ -148,6 +150,10 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.return_logprob:
         pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
         meta["output_token_logprobs"] = list(pairs)
+    if generation.logprob_start is not None:
+        asked = generation.prompt_ids[generation.logprob_start :]
+        values = [None, *generation.prompt_logprobs]
+        meta["input_token_logprobs"] = list(zip(values, asked, itertools.repeat(None), strict=False))
     if generation.grammar is not None:
         meta["output_token_choices"] = generation.grammar.choices[:count]
         meta["output_token_masses"] = generation.grammar.masses[:count]

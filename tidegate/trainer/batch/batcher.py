@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
@@ -40,6 +40,8 @@ class Batch:
     advantages: list[list[Advantage]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
     """The dropped groups that were in the batch, but in no optimiser step that was taken."""
+    scored_s: float = 0.0
+    """Seconds that the trainer waited for the teacher (`time/teacher`)."""
 
     def rows(self) -> list[TrainSequence]:
         """Return the token sequences to train on."""
@@ -56,6 +58,7 @@ class Batch:
             sum(part.waited_s for part in parts),
             sum(part.ready_s * len(part.groups) for part in parts) / len(groups),
             [values for part in parts for values in part.advantages],
+            scored_s=sum(part.scored_s for part in parts),
         )
 
     def without(self, untrained: Sequence[str]) -> Batch:
@@ -83,6 +86,15 @@ def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advanta
     ]
 
 
+class GroupScorer(Protocol):
+    """Scores groups with a teacher, from the time when they are leased."""
+
+    def begin(self, group: Group) -> None: ...
+    def drop(self, group_id: str) -> None: ...
+    async def finish(self, groups: Collection[str]) -> float:
+        """Wait until the groups are scored; returns the seconds waited."""
+
+
 @dataclass(slots=True)
 class Batcher:
     """Leases groups from the gateway and assembles batches.
@@ -100,6 +112,7 @@ class Batcher:
     """Group → the gold answer of its task, as in trajectory files."""
     offered: Callable[[Group, str | None], None] = lambda group, refusal: None
     """Called with a client's group when admission has accepted it, or refused it for a reason."""
+    scorer: GroupScorer | None = None
     last_progress: float = field(default_factory=time.monotonic)
     accepted_episodes: int = 0
     """Episodes of clients' groups that admission accepted."""
@@ -114,6 +127,8 @@ class Batcher:
         """Add a group that is leased in admission. A reinstated group has no lease at the gateway."""
         self._groups[group.id] = group
         self._leased_at[group.id] = time.monotonic()
+        if self.scorer is not None:
+            self.scorer.begin(group)
 
     async def next_batch(
         self, number: int | None = None, interrupted: Callable[[], bool] = lambda: False
@@ -139,7 +154,8 @@ class Batcher:
         now = time.monotonic()
         groups = [self._groups[group_id] for group_id in selection.groups]
         ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
-        return Batch(selection, groups, dropped, now - started, ready)
+        scored_s = 0.0 if self.scorer is None else await self.scorer.finish(selection.groups)
+        return Batch(selection, groups, dropped, now - started, ready, scored_s=scored_s)
 
     async def _lease(self) -> list[Group]:
         self.waiting = True
@@ -158,10 +174,11 @@ class Batcher:
         self.last_progress = time.monotonic()
         if not await self._admit(group):
             return None
-        self.add(group)
         if not self.should_train(group):
+            self._groups[group.id] = group
             self.admission.filter_group(group.id)
             return await self._drop(group.id, State.FILTERED)
+        self.add(group)
         return None
 
     async def _admit(self, group: Group) -> bool:
@@ -190,6 +207,8 @@ class Batcher:
         self.on_freed()
         group = self._groups.pop(group_id)
         self._leased_at.pop(group_id, None)
+        if self.scorer is not None:
+            self.scorer.drop(group_id)
         sampled = sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
         self.tokens.record_wasted(sampled, state, len(group.trajectories))
         await self._ack(group, state)

@@ -32,7 +32,8 @@ class GroupCredit:
 
     The return of a turn is the episode's reward plus the rewards of this and all later turns. Its advantage
     is the return minus the baseline's mean at the same turn, ÷ a standard deviation. Without rewards of
-    single turns all turns of an episode have the same advantage.
+    single turns all turns of an episode have the same advantage. With a teacher it is multiplied by
+    `trainer.teacher.reward_weight`; the loss adds the teacher's part of each token's advantage.
     """
 
     settings: TrainerSettings
@@ -40,6 +41,13 @@ class GroupCredit:
     """State of the baseline `key`."""
 
     def __call__(self, groups: Sequence[Group]) -> list[list[Advantage]]:
+        if self.settings.teacher.alone:
+            advantages = [np.zeros_like(self._returns(group)) for group in groups]
+        else:
+            advantages = [self.settings.teacher.reward_weight * group for group in self._of_rewards(groups)]
+        return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
+
+    def _of_rewards(self, groups: Sequence[Group]) -> list[npt.NDArray[np.float64]]:
         if self.settings.baseline == "batch":
             merged = Group("", "", [trajectory for group in groups for trajectory in group.trajectories])
             ends = np.cumsum([len(group.trajectories) for group in groups])[:-1]
@@ -55,7 +63,7 @@ class GroupCredit:
             advantages = [scaled(group, deviation) for group in advantages]
         if self.settings.baseline == "leave_one_out":  # last: the deviation is that of the rewards
             advantages = [leave_one_out(group) for group in advantages]
-        return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
+        return advantages
 
     def _against_means(self, groups: Sequence[Group]) -> list[npt.NDArray[np.float64]]:
         """Return the groups' returns minus the running mean of their client's key or their task."""

@@ -84,6 +84,8 @@ class Microbatch:
     """log π_old, of the policy at the start of the batch; None with one step per batch: π_old is π_θ."""
     reference_n: Tensor | None = None
     """log π_ref; None without a reference model."""
+    teacher_n: Tensor | None = None
+    """log p_teacher; None without a teacher."""
     idle: bool = False
     """Computed only because other ranks compute: its weights are 0, and its values count nowhere."""
 
@@ -331,7 +333,7 @@ def microbatch(
         return torch.from_numpy(np.concatenate(arrays))
 
     def optional(name: str) -> Tensor | None:
-        return None if getattr(selected[0], name) is None else concatenated(name)
+        return None if any(getattr(row, name) is None for row in selected) else concatenated(name)
 
     at_n = [at * width + positions - 1 - starts[at] for at, positions in enumerate(trained)]
     return Microbatch(
@@ -352,4 +354,5 @@ def microbatch(
         weights_n=torch.from_numpy(np.repeat(np.array([row.weight for row in selected], np.float32), counts)),
         old_n=optional("old"),
         reference_n=optional("reference"),
+        teacher_n=optional("teacher"),
     )

@@ -39,6 +39,8 @@ class TrainSequence:
     """log π_old, of the policy when the batch is assembled, if a batch has several optimiser steps."""
     reference: Logprobs | None = None
     """log π_ref, if there is a reference model."""
+    teacher: Logprobs | None = None
+    """log p_teacher, if there is a teacher."""
 
     @property
     def trained(self) -> int:
@@ -69,7 +71,7 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     advantages = {turn.index: value for turn, value in zip(turns, by_turn, strict=True)}
     by_index = {turn.index: turn for turn in turns}
     parents = {turn.index: turn.parent for turn in turns}
-    trainable = {turn.index for turn in turns if _trainable(turn)}
+    trainable = {turn.index for turn in turns if is_trained(turn)}
     return [
         _row(trajectory, [by_index[index] for index in path], own, advantages)
         for path, own in training_sequences(parents, trainable)
@@ -91,7 +93,8 @@ def minibatches(rows: Sequence[TrainSequence], number: int) -> list[list[TrainSe
     ]
 
 
-def _trainable(turn: Turn) -> bool:
+def is_trained(turn: Turn) -> bool:
+    """Whether a turn has tokens to train on."""
     return turn.trainable and bool(
         len(turn.output_ids) if turn.output_mask is None else turn.output_mask.any()
     )
@@ -111,6 +114,8 @@ def _row(
         group_id=trajectory.group_id or "",
         session_id=trajectory.session_id,
     )
+    if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
+        row.teacher = np.zeros(length, dtype=np.float32)
     start = 0
     for turn in path:
         middle = start + len(turn.delta_ids)
@@ -139,3 +144,5 @@ def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float
     row.versions[start:end] = np.where(mask, turn.token_versions(), -1)
     row.temperature[start:end] = np.where(mask, turn.temperature, 1.0)
     row.advantages[start:end] = np.where(mask, advantage, 0.0)
+    if row.teacher is not None and turn.teacher_logprobs is not None:
+        row.teacher[start:end] = np.where(mask, turn.teacher_logprobs, 0.0)

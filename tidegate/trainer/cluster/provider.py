@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,14 @@ class RayProcesses:
             self._engines.append(engine)
         self._all += self._engines
         return self._engines
+
+    def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, RemoteServer]:
+        if any(model.path for model in settings.trainer.teacher.models.values()):
+            raise StartError(
+                "trainer.teacher.path is not supported on a cluster: start the teacher with tidegate engine, "
+                "and set trainer.teacher.url"
+            )
+        return {}
 
     def environments(self, settings: Settings, run_dir: Path, key: str) -> RemoteServer:
         build = partial(servers.environment_server, settings, key)

@@ -1,4 +1,5 @@
-"""The parts that losses are made of: ratios, surrogates, aggregations, and the penalty of a reference model.
+"""The parts that losses are made of: ratios, surrogates, aggregations, and the penalties of a reference model
+and of a teacher.
 
 Axes in names: b rows of a microbatch, n trained tokens.
 """
@@ -171,7 +172,7 @@ def _tokens_by_trajectory(rows: Sequence[TrainSequence]) -> dict[str, int]:
     return tokens
 
 
-# ---------------------------------------------------------------------- penalty
+# ---------------------------------------------------------------------- penalties
 
 
 def reference_penalty(estimator: str, coefficient: float) -> Penalty:
@@ -193,5 +194,35 @@ def reference_penalty(estimator: str, coefficient: float) -> Penalty:
         if estimator == "k2":
             return zero_n, coefficient * distance_n.square() / 2
         return zero_n, coefficient * (torch.expm1(-distance_n) + distance_n)
+
+    return penalty
+
+
+def teacher_penalty(form: str, weight: float) -> Penalty:
+    """weight · KL(π_θ‖p_teacher) of the sampled tokens, in one of two forms:
+
+    - `advantage`: log p_teacher − log μ, times the weight, is added to the token's advantage (Lu and Thinking
+      Machines Lab, On-Policy Distillation, 2025). μ is recorded, so it is constant.
+    - `loss`: (log π_θ − log p_teacher)²/2, times the weight, is added to the loss; on policy its gradient is
+      that of the KL.
+    """
+
+    def penalty(logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        assert batch.teacher_n is not None, "rows have no teacher's logprobs"
+        zero_n = torch.zeros_like(logprobs_n)
+        if form == "advantage":
+            return weight * (batch.logprobs_n - batch.teacher_n), zero_n
+        return zero_n, weight * (logprobs_n - batch.teacher_n).square() / 2
+
+    return penalty
+
+
+def added(first: Penalty, second: Penalty) -> Penalty:
+    """The sum of two penalties."""
+
+    def penalty(logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+        lowered_n, added_n = first(logprobs_n, batch)
+        more_lowered_n, more_added_n = second(logprobs_n, batch)
+        return lowered_n + more_lowered_n, added_n + more_added_n
 
     return penalty

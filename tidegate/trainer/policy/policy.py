@@ -166,6 +166,8 @@ class Policy:
         trained = self._with_reference_logprobs([row for row in rows if row.trained])
         if not trained:
             return
+        if self.settings.teacher.enabled:
+            _check_scored(trained)
         batch.groups |= {row.group_id for row in trained}
         if self.settings.streaming:
             if not batch.steps:
@@ -394,3 +396,13 @@ class Policy:
             group["lr"] = rate
         self._optimizer.step()
         return True
+
+
+def _check_scored(rows: Sequence[TrainSequence]) -> None:
+    """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without."""
+    missing = next((row.session_id for row in rows if row.teacher is None), None)
+    if missing is not None:
+        raise TrainingError(
+            f"session {missing} has no logprobs of the teacher (trainer.teacher), so its batch cannot be "
+            "trained on; a replay with a teacher needs a run that had one"
+        )

@@ -126,11 +126,11 @@ async def _start_environments(
         service = provider.environments(settings, run_dir, key)
         stack.push_async_callback(service.stop)
         urls = [await service.start()]
-        supervisor.watch(_supervise(service, note), service.name)
+        supervisor.watch(supervise(service, note), service.name)
     return {"env_urls": "\n".join(urls), **({} if key is None else {"env_key": key})}
 
 
-async def _supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
+async def supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
     """Restart a server whenever it exits; raises StartError after MAX_RESTARTS."""
     while True:
         why: str | None = await server.wait_for_exit()

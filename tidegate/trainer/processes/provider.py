@@ -49,6 +49,9 @@ class ProcessProvider(Protocol):
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
         """Return the run's own engines; none if `engine.urls` is set."""
 
+    def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, ServerProcess]:
+        """Return the engines of the teachers that are given by `path`, by environment."""
+
     def environments(self, settings: Settings, run_dir: Path, key: str) -> ServerProcess:
         """Return the environment service with its key."""
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,12 @@ def engine_server(
     return Service("engine", arguments, directory, name=name, port=port)
 
 
+def teacher_server(settings: Settings, name: str, model: Path, directory: Path) -> Service:
+    """Create the engine of a teacher, an embedded engine with the settings of the run's own."""
+    arguments = engine_arguments(settings, lambda: (model, 0))
+    return Service("engine", lambda: arguments, directory, name=name)
+
+
 def environment_server(
     settings: Settings, key: str, directory: Path, host: str, port: int, _: CurrentWeights | None = None
 ) -> Service:
@@ -218,6 +224,13 @@ class LocalProcesses:
             return engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
 
         return [engine(index, name) for index, name in enumerate(engine_names(settings))]
+
+    def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, Service]:
+        given = {env: model.path for env, model in settings.trainer.teacher.models.items() if model.path}
+        return {
+            env: teacher_server(settings, "-".join(filter(None, ("teacher", env))), path.absolute(), run_dir)
+            for env, path in given.items()
+        }
 
     def environments(self, settings: Settings, run_dir: Path, key: str) -> Service:
         return environment_server(settings, key, run_dir, self.host, 0)

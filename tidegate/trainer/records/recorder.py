@@ -18,7 +18,7 @@ from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.judge import PREFIX, JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.types import Trajectory
+from tidegate.types import Logprobs, Trajectory, Turn
 
 
 @dataclass(slots=True)
@@ -75,6 +75,7 @@ class Recorder:
             **_versions(trained),
             **_lengths(trained),
             **_selection(trained, dropped),
+            **_teacher(trained, batch.scored_s),
         }
 
     def _ages_in_steps(self, selection: BatchSelection, taken: int) -> list[int]:
@@ -165,6 +166,39 @@ def _versions(trained: list[Trajectory]) -> dict[str, float]:
         "weight_version/mixed_ratio": float(np.mean(mixed)),
         "weight_version/mixed_turn_ratio": float(np.mean(mixed_turns)),
     }
+
+
+def _teacher(trained: list[Trajectory], waited_s: float) -> dict[str, float]:
+    """Return the distance of the sampling policy from the teacher, if there is one; also by environment, if
+    there are several."""
+    by_env: dict[str, list[Turn]] = {}
+    for episode in trained:
+        by_env.setdefault(episode.env, []).extend(
+            turn for turn in episode.trainable_turns() if turn.teacher_logprobs is not None
+        )
+    turns = [turn for of_env in by_env.values() for turn in of_env]
+    if not turns:
+        return {}
+    logprobs = np.concatenate([_trained(turn, turn.teacher_logprobs) for turn in turns])
+    several = {f"teacher/kl_{env}": _kl(of_env) for env, of_env in sorted(by_env.items()) if of_env}
+    return {
+        "time/teacher": waited_s,
+        "teacher/kl": _kl(turns),
+        "teacher/logprob": float(logprobs.mean(dtype=np.float64)),
+        **(several if len(by_env) > 1 else {}),
+    }
+
+
+def _kl(turns: list[Turn]) -> float:
+    """Return the mean of log μ − log p_teacher over the trained tokens."""
+    distances = [_trained(turn, turn.logprobs) - _trained(turn, turn.teacher_logprobs) for turn in turns]
+    return float(np.concatenate(distances).mean(dtype=np.float64))
+
+
+def _trained(turn: Turn, values: Logprobs | None) -> Logprobs:
+    """Return the values of a turn's tokens that are trained on."""
+    assert values is not None
+    return values if turn.output_mask is None else values[turn.output_mask != 0]
 
 
 def _lengths(trained: list[Trajectory]) -> dict[str, float]:

@@ -207,7 +207,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
 
 
 def _decode_turn(line: Mapping[str, Any]) -> Turn:
-    mask = line["output_mask"]
+    mask, teacher = line["output_mask"], line.get("teacher_logprobs")
     return Turn(
         **{
             **line,
@@ -216,5 +216,6 @@ def _decode_turn(line: Mapping[str, Any]) -> Turn:
             "logprobs": np.array(line["logprobs"], dtype=np.float32),
             "version_spans": tuple(VersionSpan(*span) for span in line["version_spans"]),
             "output_mask": None if mask is None else np.array(mask, dtype=np.uint8),
+            "teacher_logprobs": None if teacher is None else np.array(teacher, dtype=np.float32),
         }
     )

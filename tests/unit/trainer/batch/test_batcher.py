@@ -137,3 +137,30 @@ async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:
     assert batch.dropped == []
     assert gateway.acked == [("lease-theirs", "unknown")]
     assert "theirs" not in {one.get("id") for one in book}
+
+
+class Scores:
+    """Records what a batch asks of a teacher."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+
+    def begin(self, group: Group) -> None:
+        self.log.append(("begin", group.id))
+
+    def drop(self, group_id: str) -> None:
+        self.log.append(("drop", group_id))
+
+    async def finish(self, groups: Any) -> float:
+        self.log.append(("finish", list(groups)))
+        return 2.5
+
+
+async def test_groups_are_scored_from_their_lease_on_and_filtered_ones_are_not() -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
+    batches.scorer = scores = Scores()
+    batch = await batches.next_batch()
+    assert batch.scored_s == 2.5
+    kept = [group.id for group in batch.groups]
+    begun = [("begin", name) for name in kept]
+    assert scores.log == [("drop", "g1-000001"), *begun, ("finish", kept)]

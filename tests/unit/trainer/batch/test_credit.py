@@ -206,3 +206,24 @@ def test_the_mean_follows_a_policy_that_improves():
     means.baselines(["a"] * 5000, [0.0] * 5000)
     means.baselines(["a"] * 1000, [1.0] * 1000)
     assert means.state()["a"] == [MEMORY, pytest.approx(0.5)]
+
+
+def test_a_teacher_scales_what_rewards_give_and_keeps_groups_with_equal_rewards():
+    groups = [group(episode(1), episode(0)), group(episode(1), episode(1))]
+    plain = credit(advantage_scale="none")
+    mixed = credit(advantage_scale="none", teacher={"url": "http://t", "reward_weight": 0.5})
+    assert mixed(groups) == [[0.25, -0.25], [0.0, 0.0]]
+    assert [plain.should_train(one) for one in groups] == [True, False]
+    assert [mixed.should_train(one) for one in groups] == [True, True]
+    filtering = credit(dynamic_sampling=True, teacher={"url": "http://t"})
+    assert [filtering.should_train(one) for one in groups] == [True, False]
+
+
+def test_with_a_teacher_alone_every_advantage_is_zero_and_an_episode_needs_no_others():
+    alone = credit(group_size=1, truncated_episodes="mask", teacher={"url": "http://t", "reward_weight": 0})
+    truncated = episode(0)
+    truncated.outcome = Outcome.TRUNCATED
+    assert alone([group(episode(1)), group(episode(0, turns=(1.0, 0.0)))]) == [[0.0], [0.0]]
+    assert alone.should_train(group(episode(0)))
+    assert alone([group(truncated)]) == [[None]]
+    assert not alone.should_train(group(truncated))

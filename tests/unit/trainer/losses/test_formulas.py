@@ -32,6 +32,7 @@ class Sample:
     mu: Tensor
     old: Tensor
     reference: Tensor
+    teacher: Tensor
     advantage: Tensor
 
 
@@ -187,6 +188,7 @@ def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
         length = len(row.ids)
         gap = rng.normal((number % 3 - 1) * 0.05, 0.25, length)
         row.old = (row.logprobs + rng.normal(0, 0.3, length)).astype(np.float32)
+        row.teacher = (row.logprobs + rng.normal(0, 0.5, length)).astype(np.float32)
         row.reference = (row.logprobs + rng.normal(0, 0.5, length)).astype(np.float32)
         row.advantages = np.where(row.mask, (-1) ** session * (1 + 0.1 * session), 0).astype(np.float32)
         rows.append(row)
@@ -197,9 +199,9 @@ def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
 def samples(rows: list[TrainSequence], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
     sessions: dict[str, list[Sample]] = {}
     for row, pi in zip(rows, logprobs, strict=True):
-        recorded = (row.logprobs, row.old, row.reference, row.advantages)
-        mu, old, reference, advantage = (torch.tensor(one[row.mask]).double() for one in recorded)
-        one = Sample(torch.tensor(pi, requires_grad=True), mu, old, reference, advantage)
+        recorded = (row.logprobs, row.old, row.reference, row.teacher, row.advantages)
+        mu, old, reference, teacher, advantage = (torch.tensor(one[row.mask]).double() for one in recorded)
+        one = Sample(torch.tensor(pi, requires_grad=True), mu, old, reference, teacher, advantage)
         sessions.setdefault(row.session_id, []).append(one)
     trajectories = list(sessions.values())
     return trajectories, [row.pi for part in trajectories for row in part]
@@ -261,6 +263,38 @@ def test_k1_lowers_the_advantage(name):
     expected = PLAIN[name](trajectories)
     expected.backward()
     settings = settings_of(name, reference_model="ref", kl_coef=0.3, kl_estimator="k1")
+    value, gradients, _ = ours(settings, rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-6)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_teacher_is_added_to_the_advantage_of_each_token(name):
+    """A + weight · (log p_teacher − log μ), with the recorded μ."""
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    for row in (row for part in trajectories for row in part):
+        row.advantage = row.advantage + 0.3 * (row.teacher - row.mu)
+    expected = PLAIN[name](trajectories)
+    expected.backward()
+    settings = settings_of(name, teacher={"url": "http://t", "weight": 0.3})
+    value, gradients, _ = ours(settings, rows, logprobs, 64)
+    assert value == pytest.approx(expected.item(), rel=1e-5)
+    for found, leaf in zip(gradients, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["truncated_is", "grpo"])
+def test_a_teacher_as_a_term_of_the_loss_adds_to_the_penalty_of_a_reference(name):
+    rows, logprobs = make_case()
+    trajectories, leaves = samples(rows, logprobs)
+    mean = sequence_mean if name == "grpo" else token_mean
+    expected = PLAIN[name](trajectories) - 0.3 * mean(trajectories, KL["k3"])
+    expected = expected - 0.7 * mean(trajectories, lambda x: (x.pi - x.teacher) ** 2 / 2)
+    expected.backward()
+    teacher = {"url": "http://t", "weight": 0.7, "form": "loss"}
+    settings = settings_of(name, reference_model="ref", kl_coef=0.3, teacher=teacher)
     value, gradients, _ = ours(settings, rows, logprobs, 64)
     assert value == pytest.approx(expected.item(), rel=1e-6)
     for found, leaf in zip(gradients, leaves, strict=True):

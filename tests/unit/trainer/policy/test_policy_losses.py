@@ -11,7 +11,7 @@ import torch
 from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.errors import StartError
+from tidegate.errors import StartError, TrainingError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
@@ -222,3 +222,14 @@ def test_a_reference_of_another_vocabulary_is_refused(base, tmp_path):
     make_tiny_model(tmp_path / "small", vocab=40, hidden=32)
     with pytest.raises(StartError, match="vocabulary of 40"):
         Policy.load(base, TrainerSettings(reference_model=tmp_path / "small"))
+
+
+def test_rows_without_the_teachers_logprobs_are_refused(base):
+    policy = Policy.load(base, TrainerSettings(teacher={"url": "http://t"}, **SETTINGS))
+    rows = make_rows(4)
+    for row in rows[:3]:
+        row.teacher = row.logprobs - 1.0
+    with pytest.raises(TrainingError, match=f"session {rows[3].session_id} has no logprobs of the teacher"):
+        policy.update(rows, version=3)
+    rows[3].teacher = rows[3].logprobs - 1.0
+    assert policy.update(rows, version=3)["skipped"] == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from tests.documented import documented, unexplained
@@ -13,10 +15,11 @@ from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
+from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
-from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.entries import State, failure_cause
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.judge import JudgeRecord
@@ -24,7 +27,9 @@ from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 from tidegate.trainer.records.recorder import Recorder, custom_metrics
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import EpisodeSource
-from tidegate.trainer.rollout.evaluator import Evaluator, _metrics
+from tidegate.trainer.rollout.evaluator import SUITE, Evaluator, _metrics
+from tidegate.trainer.teacher.client import ScoreClient
+from tidegate.trainer.teacher.teacher import Teacher
 from tidegate.types import Group, Task, ToolCall, Trajectory
 
 
@@ -144,6 +149,10 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
     assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
 
 
+ELSEWHERE = {"eval/step", "validation/loss"}
+"""Made by tests/unit/trainer/rollout/test_beside.py and tests/unit/sft."""
+
+
 async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
     made = {
         *_of_a_mixed_batch(tmp_path / "run"),
@@ -151,7 +160,9 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         *_of_an_evaluation(),
         *_of_what_was_lost(),
         *_of_a_curriculum(),
+        *_of_failures(),
         *_of_a_judge(),
+        *_of_a_teacher(tmp_path / "distilled"),
         *await World(mode="evaluated").promotion.publish(1),
     }
     assert unexplained(made) == set()
@@ -160,12 +171,14 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
     examples = {
         key.replace("<env>", "b")
         .replace("<set>", "hard")
+        .replace("<suite>", "hard")
+        .replace("<cause>", "timeout")
         .replace("<name>", "told")
         .replace("<criterion>", "brief")
         .replace("<part>", "exact")
         for key in sometimes
     }
-    assert examples <= made
+    assert examples - ELSEWHERE <= made
 
 
 def _of_a_judge() -> dict[str, float]:
@@ -202,11 +215,34 @@ def _of_a_curriculum() -> dict[str, float]:
     return pool.metrics()
 
 
+def _of_failures() -> dict[str, float]:
+    outcomes = ("agent_error", "reward_error", "timeout", "infra_error", "cancelled")
+    causes = [failure_cause(outcome, spared=spared) for outcome in outcomes for spared in (False, True)]
+    return {f"failures/{cause}": 1.0 for cause in causes}
+
+
+def _of_a_teacher(directory: Path) -> dict[str, float]:
+    scored = batch(episode(env="a"), episode(env="b"))
+    for trajectory, value in zip(scored.groups[0].trajectories, (-1.0, -3.0), strict=True):
+        for turn in trajectory.turns:
+            turn.logprobs = np.full(len(turn.output_ids), -0.5, np.float32)
+            turn.teacher_logprobs = np.full(len(turn.output_ids), value, np.float32)
+    scored.scored_s = 1.5
+    found = recorder(directory, []).batch_metrics(scored, 1)
+    assert {name: found[name] for name in found if "teacher" in name} == {
+        "time/teacher": 1.5, "teacher/kl": 1.5, "teacher/logprob": -2.0,
+        "teacher/kl_a": 0.5, "teacher/kl_b": 2.5,
+    }  # fmt: skip
+    teacher = Teacher(TeacherSettings(), {}, ScoreClient(1.0), cast(Any, None), print, 1.0)
+    return {**{name: value for name, value in found.items() if "teacher" in name}, **teacher.metrics()}
+
+
 def _of_an_evaluation() -> dict[str, float]:
     tasks = [Task("t1", "test", [])]
     told = episode()
     told.metrics = {"unparseable": 1.0}
-    plan = [("", "sampled", tasks), ("", "greedy", tasks), ("hard", "sampled", tasks)]
+    names = [("", "sampled"), ("", "greedy"), ("hard", "sampled"), (f"{SUITE}hard", "sampled")]
+    plan = [(name, mode, tasks) for name, mode in names]
     return _metrics(plan, [(name, mode, told) for name, mode, _ in plan])
 
 

@@ -1,0 +1,1 @@
+"""Distillation: a teacher scores the tokens that the student sampled."""
