@@ -149,7 +149,7 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
     assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
 
 
-ELSEWHERE = {"eval/step", "validation/loss"}
+ELSEWHERE = {"eval/step", "sft/epoch", "sft/steps", "validation/loss"}
 """Made by tests/unit/trainer/rollout/test_beside.py and tests/unit/sft."""
 
 
