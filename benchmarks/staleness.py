@@ -104,7 +104,8 @@ class Sampler:
     """Runs the solver's loop over batches, without a gateway."""
 
     def __init__(self) -> None:
-        sys.path.append(str(TINY_BASE))  # the loop of the base model's evaluation
+        # The loop of the base model's evaluation, and the package `examples`.
+        sys.path += [str(TINY_BASE), str(TINY_BASE.parents[1])]
         from evaluate import answer_to_call
 
         self.answer_to_call = answer_to_call
