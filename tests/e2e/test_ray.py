@@ -38,10 +38,14 @@ def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> N
         (owner,) = cluster.owners("engine-1.address")
         os.kill(owner, signal.SIGKILL)
         run.until_said("the engine-1 is back")
-        os.kill(cluster.owners("tidegate worker")[0], signal.SIGKILL)
-        lost_at = metrics(run_dir)[-1]["step"]
-        run.until(lambda: len(cluster.owners("tidegate worker")) == 2)
-        run.until_step(lost_at + 3)
+        failed = run_dir / "trajectories" / "failed.jsonl"
+        for _ in range(4):  # a worker may have no episode at the moment
+            os.kill(cluster.owners("tidegate worker")[0], signal.SIGKILL)
+            lost_at = metrics(run_dir)[-1]["step"]
+            run.until(lambda: len(cluster.owners("tidegate worker")) == 2)
+            run.until_step(lost_at + 3)
+            if failed.exists() and '"outcome":"cancelled"' in failed.read_text():
+                break
         run.interrupt()
         assert run.wait(60) == 130, run.output()
     assert nothing_left(cluster, "many")
@@ -51,7 +55,7 @@ def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> N
     lines = metrics(run_dir)
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sampled with what was published"
     assert held(run_dir).groups["trained"] == 4 * lines[-1]["step"]
-    failures = (run_dir / "trajectories" / "failed.jsonl").read_text()
+    failures = failed.read_text()
     assert re.search(r"the agent-[12] was lost", said)
     assert '"outcome":"cancelled"' in failures, "the episodes of the lost actor"
     for name in ("engine-1", "engine-2", "trainer-1", "gateway", "agent-1", "agent-2"):

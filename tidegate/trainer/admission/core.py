@@ -248,8 +248,10 @@ class Admission:
         group = self.groups[group_id]
         for slot in group.slots:
             if slot.done is not None:
-                self.failures[failure_cause(outcome, spared=False)] += 1
-                self._end_attempt(slot.done, State.FAILED, outcome, why)
+                spared = self.outage.touched(slot.done)
+                self.failures[failure_cause(outcome, spared=spared)] += 1
+                details = {"spared": True} if spared else {}
+                self._end_attempt(slot.done, State.FAILED, outcome, why, **details)
                 slot.done = None
         self.unranked_in_a_row += 1
         self._end_group(group, State.FAILED)
@@ -562,7 +564,7 @@ class Admission:
     def _end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object
     ) -> None:
-        if state is State.CANCELLED:
+        if state is not State.FAILED or outcome.trainable:
             self.outage.forget(attempt)
         del self._attempts[attempt]
         self.attempt_counts[State.LIVE] -= 1

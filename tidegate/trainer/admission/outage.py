@@ -33,7 +33,7 @@ class Outage:
     _over: int = 0
     """Number of outages that ended."""
     _running: dict[str, int] = field(default_factory=dict)
-    """Attempt that runs → value of `_over` when it started."""
+    """Attempt that runs, or whose group has not ended → value of `_over` when it started."""
 
     @property
     def why(self) -> str | None:
@@ -71,7 +71,8 @@ class Outage:
     def ended(self, attempt: str, outcome: Outcome, why: str | None) -> None:
         """Record the outcome of an attempt that was not cancelled."""
         before, infra, touched = self.why, outcome is Outcome.INFRA_ERROR, self.touched(attempt)
-        self._running.pop(attempt, None)
+        if not outcome.trainable:  # else its group may still fail
+            self._running.pop(attempt, None)
         if attempt == self.probe:
             self.probe = None
             if outcome not in INCONCLUSIVE:
@@ -88,7 +89,7 @@ class Outage:
         self._record_change(before)
 
     def forget(self, attempt: str) -> None:
-        """Ignore an attempt that was cancelled."""
+        """Ignore an attempt that was cancelled, or whose group has ended."""
         self._running.pop(attempt, None)
         if attempt == self.probe:
             self.probe = None
