@@ -46,8 +46,8 @@ class Outcome(StrEnum):
     """An engine, the worker, the environment's state, or a service that the agent uses (it raised
     `InfrastructureError`) failed."""
     REWARD_ERROR = "reward_error"
-    """A reward function raised, exceeded its timeout, or did not return a finite number, or a judge gave no
-    verdict."""
+    """A reward function raised, exceeded its timeout, or did not return a finite number, or the reply of
+    a judge was no verdict."""
     TIMEOUT = "timeout"
     """The agent did not return before its deadline."""
     CANCELLED = "cancelled"

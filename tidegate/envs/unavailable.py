@@ -8,6 +8,7 @@ from tidegate.errors import InfrastructureError
 
 CONNECTION_ERRORS = {
     "APIConnectionError", "ClientConnectionError", "ConnectionError", "Timeout", "TransportError",
+    "gaierror",
 }  # fmt: skip
 """Base classes of connection errors in openai, anthropic, aiohttp, the standard library, requests and httpx.
 They are compared by name, so that no library is imported for it."""

@@ -184,7 +184,7 @@ def _described(job: EvalJob) -> dict[str, Any]:
     sampling: dict[str, Any] | None = fields_of(job.sampling) if job.endpoint is None else None
     return {
         "target": job.target,
-        "env": settings.env.model_dump(),
+        "env": settings.env.model_dump(mode="json"),
         "agent": {"use": settings.agent.use, "options": settings.agent.options},
         "samples": job.samples,
         "sampling": sampling,

@@ -21,6 +21,7 @@ from tidegate.errors import ConfigError, NothingToDo, StorageError, TrainingErro
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.settings.losses import NLLLoss
+from tidegate.settings.teacher import TeacherSettings
 from tidegate.sft.dataset import TuningData
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
@@ -237,6 +238,7 @@ def trainer_settings(settings: Settings, steps: int) -> TrainerSettings:
     return settings.trainer.model_copy(
         update={
             "loss": NLLLoss(),
+            "teacher": TeacherSettings(),
             "steps": steps,
             "learning_rate": sft.learning_rate,
             "schedule": sft.schedule,

@@ -146,6 +146,7 @@ async def test_calls_are_bounded() -> None:
         ((503, "overloaded"), "status 503: overloaded", 2),
         ((429, "slow down"), "status 429: slow down", 2),
         ((401, "no such key"), "status 401: no such key", 1),
+        ((413, "too long"), "status 413: too long", 1),
         ("I cannot decide.", "no scores in the reply", 2),
         ('{"scores": {"score": 7}}', "from 0 to 1", 2),
     ],
@@ -156,7 +157,9 @@ async def test_a_judge_that_fails_gives_no_reward(reply: Any, why: str, calls: i
         judge = judge_of(endpoint, attempts=2)
         with pytest.raises(RewardError, match=why) as raised:
             await judge.score(TASK, ended("0.5"), Scored(1.0, {}))
-        assert isinstance(raised.value, RewardUnavailableError) == isinstance(reply, tuple)
+        assert isinstance(raised.value, RewardUnavailableError) == (
+            isinstance(reply, tuple) and reply[0] != 413
+        )
         assert len(endpoint.requests) == calls
         assert raised.value.metrics["judge/errors"] == raised.value.metrics["judge/calls"] == calls
         endpoint.reply = graded

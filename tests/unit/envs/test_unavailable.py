@@ -117,6 +117,7 @@ def _raised(error: BaseException, cause: BaseException | None = None) -> BaseExc
     [
         (InfrastructureError("the sandboxes are gone"), True),
         (_raised(ValueError("no verdict"), InfrastructureError("gone")), True),
+        (socket.gaierror(-2, "Name or service not known"), True),
         (ValueError("no verdict"), False),
         (ZeroDivisionError(), False),
         (TimeoutError("the program did not end"), False),

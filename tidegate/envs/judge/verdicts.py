@@ -28,12 +28,16 @@ MAX_REPLY = 1_000_000
 """Bytes of a response that are read."""
 RETRIED = (408, 409, 425, 429)
 """Statuses below 500 after which a call is repeated."""
+REFUSED_PROMPT = (400, 413, 422)
+"""Statuses that refuse the prompt, which has the attempt's text."""
 
 
 class _FailedCallError(Exception):
-    def __init__(self, message: str, *, final: bool = False, after_s: float = 0.0) -> None:
+    def __init__(
+        self, message: str, *, final: bool = False, of_prompt: bool = False, after_s: float = 0.0
+    ) -> None:
         super().__init__(message)
-        self.final, self.after_s = final, after_s
+        self.final, self.of_prompt, self.after_s = final, of_prompt, after_s
 
 
 class Verdicts(HttpClient):
@@ -114,8 +118,9 @@ class Verdicts(HttpClient):
                 except (_FailedCallError, UnreadableReplyError) as error:
                     spent["errors"] += 1
                     failures.append(str(error))
-                    # A reply that is no verdict may have its cause in the attempt; an unavailable judge not.
-                    kind = RewardUnavailableError if isinstance(error, _FailedCallError) else RewardError
+                    # A refused prompt, or a reply that is no verdict, may have its cause in the attempt.
+                    unavailable = isinstance(error, _FailedCallError) and not error.of_prompt
+                    kind = RewardUnavailableError if unavailable else RewardError
                     last = attempt + 1 == self._settings.attempts
                     if last or (isinstance(error, _FailedCallError) and error.final):
                         break
@@ -148,7 +153,10 @@ class Verdicts(HttpClient):
             said = error_in(content).get("message") or content[:200].decode("utf-8", "replace")
             final = response.status < 500 and response.status not in RETRIED
             after_s = _seconds(response.headers.get("Retry-After"))
-            raise _FailedCallError(f"status {response.status}: {said}", final=final, after_s=after_s)
+            raise _FailedCallError(
+                f"status {response.status}: {said}",
+                final=final, of_prompt=response.status in REFUSED_PROMPT, after_s=after_s,
+            )  # fmt: skip
         return _text(content, spent)
 
     async def _read(self, key: str, prompt: JudgePrompt) -> dict[str, float] | None:

@@ -134,6 +134,7 @@ class StandingService:
         settings = self.settings
         given: dict[str, Any] = settings.model_dump(mode="json")
         given["gateway"] = {"url": self.gateway.url}
+        del given["env"]["judge"]  # the gateway has it
         given["engine"] = {"urls": [engine.url for engine in self.engines]}
         given["run"] |= {"live_view": False, "dir": str(settings.run.dir.absolute())}
         given["model"]["path"] = str(settings.model.path.absolute())
@@ -169,6 +170,11 @@ def check(settings: Settings) -> None:
         raise ConfigError(
             f"{name} has no effect with tidegate serve, which starts gateway and engines; to lead running "
             "ones use tidegate train"
+        )
+    if any(model.path is not None for model in settings.trainer.teacher.models.values()):
+        raise ConfigError(
+            "trainer.teacher.path does not go with tidegate serve, whose trainer starts no engines: start the "
+            "teacher with tidegate engine, and set trainer.teacher.url"
         )
     if settings.trainer.schedule != "constant" and "steps" not in settings.trainer.model_fields_set:
         raise ConfigError(

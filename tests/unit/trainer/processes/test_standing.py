@@ -30,6 +30,7 @@ def service(tmp_path: Path, *more: str) -> StandingService:
     ("given", "message"),
     [
         (["--trainer.schedule=linear"], 'trainer.schedule = "linear" needs the number of steps'),
+        (["--trainer.teacher.path=y"], "start the teacher with tidegate engine"),
         (["--engine.urls=http://e:1"], "engine.urls has no effect with tidegate serve"),
     ],
 )
@@ -69,7 +70,8 @@ def test_engines_and_trainer_start_with_one_version_of_the_model(tmp_path: Path)
 
 @pytest.mark.parametrize(("given", "steps"), [([], ENDLESS), (["--trainer.steps=7"], 7)])
 def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str], steps: int) -> None:
-    standing = service(tmp_path, "--gateway.port=8123", "--trainer.max_staleness=3", *given)
+    judge = ["--env.judge.url=http://j", "--env.judge.model=m", "--env.judge.rubric=r"]
+    standing = service(tmp_path, "--gateway.port=8123", "--trainer.max_staleness=3", *judge, *given)
     standing.engines[0].url, standing.gateway.url = "http://127.0.0.1:1", "http://127.0.0.1:2"
     (tmp_path / "run").mkdir()
     settings = load_settings(standing.write_trainer_settings())
@@ -77,6 +79,7 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
     assert (settings.trainer.steps, settings.trainer.max_staleness) == (steps, 3)
     assert settings.trainer.step_limit == (None if steps == ENDLESS else steps)
     assert settings.run_dir == tmp_path / "run"
+    assert settings.env.judge.url is None, "the gateway has the judge"
 
 
 @pytest.mark.parametrize(("given", "limited"), [([], False), (["--trainer.steps=7"], True)])
