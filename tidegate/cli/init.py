@@ -96,7 +96,9 @@ def _described(data: DataFile, agent: str) -> str:
         f"Agent: {agent} (agent.use)",
     ]
     if data.skipped:
-        lines.append(f"Rows that cannot be used and are skipped: {len(data.skipped)}; first: {data.skipped[0]}")
+        lines.append(
+            f"Rows that cannot be used and are skipped: {len(data.skipped)}; first: {data.skipped[0]}"
+        )
     if data.long_answers:
         lines.append(
             "Half of the answers have more than 60 characters, and few outputs will equal them: consider "

@@ -53,7 +53,9 @@ def inspect_data(path: Path, question: str | None = None, answer: str | None = N
     columns = list(dict.fromkeys(key for row in read_rows(path) for key in row.values))
     question = _column(path, columns, "question", question, QUESTIONS)
     conversation = question == "messages" and not set(ANSWERS) & set(columns)
-    answer = question if conversation and answer is None else _column(path, columns, "answer", answer, ANSWERS)
+    answer = (
+        question if conversation and answer is None else _column(path, columns, "answer", answer, ANSWERS)
+    )
     options: dict[str, Any] = {"path": str(path.absolute()), "prompt": question, "answer": answer}
     options["eval_fraction"] = EVAL_FRACTION
     data = Dataset(**options, skip_invalid=True)
