@@ -89,7 +89,7 @@ def _with_data(arguments: argparse.Namespace) -> int:
 def _described(data: DataFile, agent: str) -> str:
     options = data.options
     lines = [
-        f"Prompt: {options['prompt']!r}; answer: {options['answer']!r} (env.options.prompt, env.options.answer)",
+        f"Prompt: {options['prompt']!r}; answer: {options['answer']!r} (env.options)",
         f"Tasks: {data.train} for training, {data.held_out} held out (env.options.eval_fraction)",
         f"Reward: {options['rewards'][0]}, because {data.reason}. Others are exact_match, contains, numeric, "
         "math_verify and your own 'rewards.py:function' (env.options.rewards).",

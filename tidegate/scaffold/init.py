@@ -16,7 +16,7 @@ TINY_BASE = HERE / "tiny_base"
 FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
 STATEFUL_FILES = ("env.py", "config.toml", "test_project.py")
 """Files of a project with a stateful environment, whose agent is the built-in `chat`."""
-DATA_FILES = ("config.toml",)
+DATA_FILES: tuple[str, ...] = ("config.toml",)
 """Files of a project for a data file, which uses a built-in environment and agent."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
@@ -54,7 +54,8 @@ def make_project(name: str, where: Path, stateful: bool = False, sections: str |
 
 def _fill(folder: Path, name: str, stateful: bool, sections: str | None) -> None:
     folder.mkdir()
-    kind, files = ("stateful", STATEFUL_FILES) if stateful else ("project", FILES)
+    files: tuple[str, ...] = STATEFUL_FILES if stateful else FILES
+    kind = "stateful" if stateful else "project"
     if sections is not None:
         kind, files = "data", DATA_FILES
     for file in files:

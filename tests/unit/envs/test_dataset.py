@@ -263,7 +263,7 @@ def test_invalid_rows_are_skipped_if_that_is_set(tmp_path: Path) -> None:
         ["line 42"],
         ["line 43"],
     ]
-    with pytest.raises(ConfigError, match="no row can be used; the first one: .*line 1: there is no key"):
+    with pytest.raises(ConfigError, match=r"no row can be used; the first one: .*line 1: there is no key"):
         Dataset(jsonl(tmp_path / "f.jsonl", bad), skip_invalid=True)
 
 

@@ -109,9 +109,8 @@ class Dataset(Finite):
         elif self._answer is not None:
             answer = row[self._answer]
         messages = self._prompt.messages(prompt)
-        if self._answer is not None:
-            if any(value is None or not str(value).strip() for value in _listed_answers(answer)):
-                raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
+        if self._answer and any(value is None or not str(value).strip() for value in _listed_answers(answer)):
+            raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
         info = {key: value for key, value in row.values.items() if key != self._answer}
         return Task(id, self.name, messages, answer, info)
 
