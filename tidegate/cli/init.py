@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers
+from tidegate.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tidegate.envs.datasets.columns import DataFile
+
+PROJECT_NEEDS = {"torch": "'tidegate[train]'", "pytest": "pytest"}
+"""Module → what to install, of a project with a test."""
 
 
 def add(subparsers: Subparsers) -> None:
@@ -17,9 +26,15 @@ def add(subparsers: Subparsers) -> None:
         "model. It can be trained at once; edit the files to make it your own.",
     )
     parser.add_argument("name", help="name of the directory, created in the current one")
-    parser.add_argument(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--stateful", action="store_true", help="an environment with a state and tools, and the agent `chat`"
     )
+    kind.add_argument(
+        "--data", type=Path, metavar="FILE", help="train on the questions of a .jsonl or .parquet file"
+    )
+    parser.add_argument("--question", metavar="COLUMN", help="column of the questions in --data")
+    parser.add_argument("--answer", metavar="COLUMN", help="column of the answers in --data")
     parser.set_defaults(run=run)
 
 
@@ -27,6 +42,11 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.program import program, python
     from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
 
+    if arguments.data is not None:
+        return _with_data(arguments)
+    for flag in ("question", "answer"):
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(f"--{flag} names a column of a data file: give the file with --data FILE")
     project = make_project(arguments.name, Path.cwd(), arguments.stateful)
     files = STATEFUL_FILES if arguments.stateful else FILES
     print(
@@ -40,8 +60,54 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     return 0
 
 
-def _missing(python: str) -> str:
+def _with_data(arguments: argparse.Namespace) -> int:
+    from tidegate.envs.datasets.columns import inspect_data
+    from tidegate.program import program, python
+    from tidegate.scaffold.init import make_project
+    from tidegate.settings.sections import to_toml
+
+    data = inspect_data(arguments.data, arguments.question, arguments.answer)
+    (reward,) = data.options["rewards"]
+    agent = "chat" if reward == "exact_match" else "solver"
+    sections = {"agent": {"use": agent}, "env": {"use": "dataset", "options": data.options}}
+    project = make_project(arguments.name, Path.cwd(), sections=to_toml(sections))
+    needed = {"torch": "'tidegate[train]'"}
+    if reward == "math_verify":
+        needed["math_verify"] = "'tidegate[math]'"
+    print(
+        f"Made {project.name}/: config.toml and a base model.\n\n{_described(data, agent)}\n\n"
+        "Next:\n"
+        f"  cd {project.name}{_missing(python(), needed)}\n"
+        f"  {program()} eval --config config.toml --gold\n"
+        f"  {program()} doctor\n"
+        f"  {program()} train config.toml --dry-run\n"
+        f"  {program()} train config.toml --model.path MODEL"
+    )
+    return 0
+
+
+def _described(data: DataFile, agent: str) -> str:
+    options = data.options
+    lines = [
+        f"Prompt: {options['prompt']!r}; answer: {options['answer']!r} (env.options)",
+        f"Tasks: {data.train} for training, {data.held_out} held out (env.options.eval_fraction)",
+        f"Reward: {options['rewards'][0]}, because {data.reason}. Others are exact_match, contains, numeric, "
+        "math_verify and your own 'rewards.py:function' (env.options.rewards).",
+        f"Agent: {agent} (agent.use)",
+    ]
+    if data.skipped:
+        lines.append(
+            f"Rows that cannot be used and are skipped: {len(data.skipped)}; first: {data.skipped[0]}"
+        )
+    if data.long_answers:
+        lines.append(
+            "Half of the answers have more than 60 characters, and few outputs will equal them: consider "
+            "another reward, or a judge ([env.judge])."
+        )
+    return "\n".join(lines)
+
+
+def _missing(python: str, needed: Mapping[str, str] = PROJECT_NEEDS) -> str:
     """Returns the command that installs missing dependencies; empty if there are none."""
-    needed = {"torch": "'tidegate[train]'", "pytest": "pytest"}
     missing = [package for module, package in needed.items() if find_spec(module) is None]
     return f"\n  {python} -m pip install {' '.join(missing)}" if missing else ""

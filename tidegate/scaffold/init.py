@@ -16,16 +16,20 @@ TINY_BASE = HERE / "tiny_base"
 FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
 STATEFUL_FILES = ("env.py", "config.toml", "test_project.py")
 """Files of a project with a stateful environment, whose agent is the built-in `chat`."""
+DATA_FILES: tuple[str, ...] = ("config.toml",)
+"""Files of a project for a data file, which uses a built-in environment and agent."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
-def make_project(name: str, where: Path, stateful: bool = False) -> Path:
+def make_project(name: str, where: Path, stateful: bool = False, sections: str | None = None) -> Path:
     """Creates the directory `where/name` atomically, with a copy of the base model, so that it can be moved.
 
     Args:
         name: Name of the project.
         where: Directory in which it is created.
         stateful: Whether its environment has a state and tools.
+        sections: Settings `[agent]` and `[env]` of a project that has neither an agent nor an environment
+            of its own.
 
     Raises:
         ConfigError: The name is invalid, the directory exists, or it cannot be written.
@@ -41,20 +45,23 @@ def make_project(name: str, where: Path, stateful: bool = False) -> Path:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
             partial = Path(folder, name)
-            _fill(partial, name, stateful)
+            _fill(partial, name, stateful, sections)
             partial.rename(project)
     except OSError as error:
         raise ConfigError(f"{project} cannot be created: {error.strerror or error}") from error
     return project
 
 
-def _fill(folder: Path, name: str, stateful: bool) -> None:
+def _fill(folder: Path, name: str, stateful: bool, sections: str | None) -> None:
     folder.mkdir()
-    templates = HERE / ("stateful" if stateful else "project")
-    for file in STATEFUL_FILES if stateful else FILES:
-        text = (templates / f"{file}.tmpl").read_text(encoding="utf-8")
+    files: tuple[str, ...] = STATEFUL_FILES if stateful else FILES
+    kind = "stateful" if stateful else "project"
+    if sections is not None:
+        kind, files = "data", DATA_FILES
+    for file in files:
+        text = (HERE / kind / f"{file}.tmpl").read_text(encoding="utf-8")
         if file == "config.toml":
-            text = text.replace("{name}", name)
+            text = text.replace("{name}", name).replace("{sections}", sections or "")
         (folder / file).write_text(text, encoding="utf-8")
     (folder / ".gitignore").write_text("runs/\n__pycache__/\n", encoding="utf-8")
     shutil.copytree(TINY_BASE, folder / "model")

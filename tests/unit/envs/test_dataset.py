@@ -237,3 +237,38 @@ def test_parquet_without_pyarrow_says_what_to_install(
     (tmp_path / "d.parquet").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"pip install 'tidegate\[data\]'"):
         Dataset(str(tmp_path / "d.parquet"))
+
+
+def test_the_answer_may_be_the_last_message(tmp_path: Path) -> None:
+    ask, reply = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
+    rows = [{"chat": [{"role": "system", "content": str(n)}, ask, reply]} for n in range(3)]
+    task = Dataset(jsonl(tmp_path / "d.jsonl", rows), prompt="chat", answer="chat").train_task(0)
+    assert ([message["role"] for message in task.messages], task.answer) == (["system", "user"], "Yes?")
+    assert task.info == {}
+    for wrong in ([ask], [], "Hi", [{"role": "assistant", "content": None}], [reply]):
+        path = jsonl(tmp_path / "e.jsonl", [*rows, {"chat": wrong}])
+        with pytest.raises(ConfigError, match=r"e\.jsonl, line 4: "):
+            Dataset(path, prompt="chat", answer="chat")
+
+
+def test_invalid_rows_are_skipped_if_that_is_set(tmp_path: Path) -> None:
+    bad = [{"prompt": "p"}, {"prompt": "p", "answer": " "}, {"prompt": 3, "answer": 1}]
+    path = jsonl(tmp_path / "d.jsonl", [*ROWS, *bad])
+    with pytest.raises(ConfigError, match="line 41: there is no key 'answer'"):
+        Dataset(path)
+    environment = Dataset(path, skip_invalid=True)
+    assert environment.train_size() == Dataset(jsonl(tmp_path / "e.jsonl", ROWS)).train_size()
+    assert [re.findall(r"line \d+", line) for line in environment.skipped] == [
+        ["line 41"],
+        ["line 42"],
+        ["line 43"],
+    ]
+    with pytest.raises(ConfigError, match=r"no row can be used; the first one: .*line 1: there is no key"):
+        Dataset(jsonl(tmp_path / "f.jsonl", bad), skip_invalid=True)
+
+
+def test_the_gold_output_of_mathematics_is_boxed(data: str) -> None:
+    pytest.importorskip("math_verify")
+    environment = Dataset(data, rewards=["math_verify"])
+    task = environment.train_task(0)
+    assert environment.gold_output(task) == f"\\boxed{{{task.answer}}}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from tidegate.envs.datasets.finite import Finite
-from tidegate.envs.datasets.prompts import Prompt
+from tidegate.envs.datasets.prompts import Prompt, split_reply
 from tidegate.envs.datasets.rows import DataRow, read_rows
 from tidegate.envs.grading.graders import GRADERS
 from tidegate.envs.grading.math_verify import require_math_verify
@@ -33,10 +33,16 @@ class Dataset(Finite):
             hash of the prompt selects them, so equal prompts are on the same side, and the order of the file
             does not matter.
         prompt: Name of the column with the prompt, or a template with columns in braces.
-        answer: Column with the answer; "" or None if the rewards need none.
+        answer: Column with the answer; "" or None if the rewards need none. If it is the column of `prompt`,
+            which contains messages, the answer is the last one, which must be the assistant's.
         system: System message before the prompt.
         rewards: Names of built-in functions, `file.py:function`, or tables `{use, weight, name}` of them.
         seed: Determines the order of training.
+        skip_invalid: Leave out rows whose prompt or answer is missing, empty or of another type, which are
+            otherwise refused.
+
+    Attributes:
+        skipped: Descriptions of the rows that were left out, with file and line.
 
     Raises:
         ConfigError: An option or a row is invalid; the message names file, line and key.
@@ -54,6 +60,7 @@ class Dataset(Finite):
         system: str | None = None,
         rewards: Sequence[Any] = ("exact_match",),
         seed: int = 0,
+        skip_invalid: bool = False,
     ) -> None:
         if eval_path is not None and eval_fraction is not None:
             raise ConfigError(
@@ -62,6 +69,9 @@ class Dataset(Finite):
         self.rewards = tuple(_reward(reward) for reward in _listed(rewards))
         self._prompt = Prompt(prompt, system)
         self._answer = answer or None
+        self._reply = answer == prompt
+        self._skip_invalid = skip_invalid
+        self.skipped: list[str] = []
         tasks = self._tasks(read_rows(Path(path)), "row")
         if eval_path is not None:
             train, held_out = tasks, self._tasks(read_rows(Path(eval_path)), "eval")
@@ -72,18 +82,35 @@ class Dataset(Finite):
 
     def gold_output(self, task: Task) -> str | None:
         answer = task.answer[0] if isinstance(task.answer, list) and task.answer else task.answer
-        return None if answer is None else str(answer)
+        if answer is None:
+            return None
+        marked = any(reward.fn is GRADERS["math_verify"] for reward in self.rewards)
+        if marked and "\\boxed" not in str(answer):
+            return f"\\boxed{{{answer}}}"  # math-verify finds most expressions only if they are marked
+        return str(answer)
 
     def _tasks(self, rows: Sequence[DataRow], kind: str) -> list[Task]:
-        return [self._task(f"{kind}-{row.number}", row) for row in rows]
+        tasks = []
+        for row in rows:
+            try:
+                tasks.append(self._task(f"{kind}-{row.number}", row))
+            except ConfigError as error:
+                if not self._skip_invalid:
+                    raise
+                self.skipped.append(str(error))
+        if not tasks:
+            raise ConfigError(f"no row can be used; the first one: {self.skipped[-len(rows)]}")
+        return tasks
 
     def _task(self, id: str, row: DataRow) -> Task:
-        messages = self._prompt.messages(row)
-        answer = None
-        if self._answer is not None:
+        prompt, answer = row, None
+        if self._reply and self._answer is not None:
+            prompt, answer = split_reply(row, self._answer)
+        elif self._answer is not None:
             answer = row[self._answer]
-            if any(value is None or not str(value).strip() for value in _listed_answers(answer)):
-                raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
+        messages = self._prompt.messages(prompt)
+        if self._answer and any(value is None or not str(value).strip() for value in _listed_answers(answer)):
+            raise row.error(f'{self._answer!r} is empty; set answer = "" if the rows have none')
         info = {key: value for key, value in row.values.items() if key != self._answer}
         return Task(id, self.name, messages, answer, info)
 

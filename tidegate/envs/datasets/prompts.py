@@ -51,6 +51,21 @@ class Prompt:
         return self._template.format_map(values)
 
 
+def split_reply(row: DataRow, column: str) -> tuple[DataRow, str]:
+    """Returns the row without the last message of a column, and that message's text.
+
+    Raises:
+        ConfigError: The column contains no list of messages that ends with a text of the assistant.
+    """
+    messages = row[column]
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        raise row.error(f"{column!r} does not end with a message of the assistant, which would be the answer")
+    if not isinstance(last.get("content"), str):
+        raise row.error(f"the last message of {column!r} is not a text")
+    return DataRow(row.file, row.number, {**row.values, column: messages[:-1]}), last["content"]
+
+
 def _columns(template: str) -> list[str]:
     try:
         fields = [
