@@ -173,7 +173,7 @@ def check(settings: Settings) -> None:
         )
     if any(model.path is not None for model in settings.trainer.teacher.models.values()):
         raise ConfigError(
-            "trainer.teacher.path does not go with tidegate serve, whose trainer starts no engines: start the "
+            "trainer.teacher.path does not go with tidegate serve, whose trainer starts no engine: start the "
             "teacher with tidegate engine, and set trainer.teacher.url"
         )
     if settings.trainer.schedule != "constant" and "steps" not in settings.trainer.model_fields_set:
