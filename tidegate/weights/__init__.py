@@ -1,1 +1,2 @@
-"""Weight files, their checksums, and the group that broadcasts them."""
+"""What engine and trainer share about a model: weight files and checksums, vocabulary, cache argument, and
+the process group that broadcasts weights."""

@@ -260,7 +260,7 @@ async def test_a_repeated_score_joins_the_one_in_progress(tmp_path: Path) -> Non
 
 async def test_a_reward_that_holds_the_interpreters_lock_fails_alone(tmp_path: Path) -> None:
     lock = f"lock {tmp_path / 'notes'}"
-    async with service("Acting", reward_timeout_s=1.5) as env:
+    async with service("Acting", reward_timeout_s=3.0) as env:
         jobs = [asyncio.create_task(scored(env, text)) for text in (lock, "sleep 0.2", "sleep 0.3")]
         results = await asyncio.gather(*jobs, return_exceptions=True)
         assert results[1:] == [1.0, 1.0], "they were computed again, by another process"

@@ -157,7 +157,7 @@ class Rollout:
                         self.sessions.pop(attempt, None)
 
     async def _seal(self, group: GroupState, task: Task, sessions: Sequence[str]) -> None:
-        """Make a group ready; if a judge ranks it in vain, it ends as failed."""
+        """Make a group ready; it ends as failed if a judge is to rank it and gives no verdict."""
         why = await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
         if why is None:
             self.admission.unranked_in_a_row = 0
