@@ -76,6 +76,15 @@ class Counter(Environment):
         return os.getpid()
 
     @tool
+    def fork(self) -> int:
+        """Starts a process that has the worker's open files; returns its id."""
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        return child
+
+    @tool
     def wait(self, seconds: float) -> str:
         """Waits in a thread."""
         time.sleep(seconds)

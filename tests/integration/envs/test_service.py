@@ -186,6 +186,18 @@ async def test_a_killed_worker_loses_its_episodes_and_is_replaced() -> None:
                 new = int((await env.call_tool(name, "process", {})).content)
 
 
+async def test_a_call_while_a_worker_ends_says_how_it_ended() -> None:
+    async with service("Counter") as env:
+        await env.setup("a", TASK, 60.0)
+        pid = int((await env.call_tool("a", "process", {})).content)
+        child = (await env.call_tool("a", "fork", {})).content  # keeps the stream open past the worker's end
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: not Path(f"/proc/{pid}").exists())
+        with pytest.raises(EpisodeLostError, match="by SIGKILL; the episode's state is lost"):
+            await env.call_tool("a", "add", {"number": 1})
+        await eventually(lambda: not Path(f"/proc/{child}").exists())
+
+
 async def test_a_worker_whose_tool_hangs_keeps_its_other_episodes() -> None:
     async with service("Counter", call_timeout_s=0.5) as env:
         await env.setup("a", TASK, 60.0)

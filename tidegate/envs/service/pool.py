@@ -41,6 +41,7 @@ SWEEP_S = 0.5
 REMEMBERED = 65_536
 """Lost episodes that are remembered, with the reason."""
 ENDED = "the episode has ended"
+STATE_LOST = "the episode's state is lost"
 NO_WORKER_S = 120.0
 FIRST_S, LONGEST_S = 0.2, 30.0
 """Delays between starts of workers that fail."""
@@ -187,7 +188,7 @@ class WorkerPool:
         try:
             return await self._call(held.worker, op, self.settings.call_timeout_s, episode=name, **arguments)
         except WorkerLostError as error:
-            raise NoEpisodeError(self._lost.get(name, str(error))) from None
+            raise NoEpisodeError(f"{error}; {STATE_LOST}") from None
 
     async def teardown(self, name: str) -> None:
         """Releases an episode's state. Idempotent; failures are logged."""
@@ -263,7 +264,7 @@ class WorkerPool:
                 raise RewardError(f"the reward: {error} (env.reward_timeout_s)") from None
             except WorkerLostError as error:
                 if stateful:
-                    raise NoEpisodeError(self._lost.get(name, str(error))) from None
+                    raise NoEpisodeError(f"{error}; {STATE_LOST}") from None
                 losses, alone = losses + 1, True  # alone, so that no other reward can be the cause
                 if losses >= MAX_LOSSES:
                     raise RewardError(f"{error}, {losses} times while it computed this reward") from None
@@ -345,7 +346,7 @@ class WorkerPool:
         how = await worker.wait_for_exit()
         self._workers.remove(worker)
         for name in list(worker.episodes):
-            self._forget(name, f"{how}; the episode's state is lost")
+            self._forget(name, f"{how}; {STATE_LOST}")
         if not worker.retired:
             log.warning("%s; starting another one", how)
             await self._replace()

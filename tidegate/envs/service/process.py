@@ -139,7 +139,11 @@ class WorkerProcess(OwnedProcess):
             WorkerLostError: The process ended.
         """
         number, call = next(self._numbers), _Call()
-        self._send({"id": number, "op": op, **arguments})
+        try:
+            self._send({"id": number, "op": op, **arguments})
+        except WorkerLostError:
+            await self.exited.wait()  # how it ended is known then, within LAST_WORDS_S
+            raise WorkerLostError(await self.wait_for_exit()) from None
         self._calls[number] = call
         try:
             begins: set[asyncio.Future[Any]] = {call.started, call.answer}
@@ -162,7 +166,8 @@ class WorkerProcess(OwnedProcess):
 
     async def _cancel(self, number: int, call: _Call) -> bool:
         """Cancels a call; returns whether it had a result nevertheless, as a setup that must not be lost."""
-        self._send({"id": number, "op": "cancel"})
+        with contextlib.suppress(WorkerLostError):  # of which the call learns
+            self._send({"id": number, "op": "cancel"})
         await asyncio.wait({call.answer}, timeout=CANCEL_S)
         return call.answer.done() and call.answer.result().get("kind") != "cancelled"
 
