@@ -152,7 +152,10 @@ async def _send(url: str, seconds: float) -> None:
     """Sends polls at an even pace; each waits a second for attempts."""
     headers = {"Authorization": f"Bearer {KEY}"}
     polls, began = 0, time.monotonic()
-    async with aiohttp.ClientSession(headers=headers) as http, asyncio.TaskGroup() as group:
+    async with (
+        aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http,
+        asyncio.TaskGroup() as group,
+    ):
 
         async def poll(number: int) -> None:
             body = {"worker": f"w{number % 1000}", "capacity": 1, "wait_s": 1}

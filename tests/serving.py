@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import uvicorn
 
 from tests.waiting import eventually
+from tidegate.service.direct_request import DirectRoute
+from tidegate.service.http_protocol import DirectProtocol
 
 START_S = 30.0
 GRACE_S = 1.0
@@ -54,10 +56,13 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
+async def served(
+    app: Any, port: int = 0, direct: Mapping[bytes, DirectRoute] | None = None
+) -> AsyncIterator[str]:
     """Serves the app; yields its URL. At the end, open requests have GRACE_S to finish."""
     sock = socket.create_server(("127.0.0.1", port))
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    protocol = DirectProtocol.serving(direct or {})
+    server = _Server(uvicorn.Config(app, http=protocol, log_level="warning", access_log=False))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         async with asyncio.timeout(START_S):

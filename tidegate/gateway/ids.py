@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import random
 import secrets
@@ -15,6 +16,7 @@ def unique_name() -> str:
     return f"{_RANDOM.getrandbits(128):032x}"
 
 
+@functools.lru_cache(8)  # each poll checks it
 def agents_key(admin_key: str | None) -> str:
     """Returns the worker key of a trainer's own agents, from which the admin key cannot be computed."""
     return hmac.new((admin_key or "").encode(), b"agents", sha256).hexdigest()

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ import uvicorn
 
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
-from tidegate.service.http_protocol import JoiningProtocol
+from tidegate.service.direct_request import DirectRoute
+from tidegate.service.http_protocol import DirectProtocol
 from tidegate.service.parent_death import end_with_parent
 
 log = logging.getLogger("tidegate.service.serve")
@@ -73,12 +74,24 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def run_app(app: Callable[..., Any], sock: socket.socket, listen: Listen) -> None:
-    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit."""
+def run_app(
+    app: Callable[..., Any],
+    sock: socket.socket,
+    listen: Listen,
+    direct: Mapping[bytes, DirectRoute] | None = None,
+) -> None:
+    """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit.
+
+    Args:
+        app: The ASGI app.
+        sock: The bound socket.
+        listen: Where it listens, and how it announces its address.
+        direct: Routes of the app that bypass ASGI, by request line.
+    """
     # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
         app,
-        http=JoiningProtocol,
+        http=DirectProtocol.serving(direct or {}),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +24,30 @@ LATE_S = 3.0
 """Seconds after its deadline in which a worker may still report an attempt, before it ends as `timeout`."""
 BETWEEN_POLLS_S = 5.0
 """Seconds after a poll or heartbeat in which a worker without attempts counts as connected."""
+TOGETHER_S = 0.1
+"""Polls that end within so many seconds end together: the event loop wakes once for all of them."""
 LISTED_S = 600.0
 """Seconds for which a worker that sends nothing stays listed."""
 
 
 @dataclass(eq=False, slots=True)
-class _Poll:
-    """A poll in progress; `woken` is set when there may be something for it."""
+class Poll:
+    """A worker's wait for attempts; `then` is called once, unless the poll ends before."""
 
     worker: str
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    capacity: int
+    own: bool
+    then: Callable[[], object]
+    timer: asyncio.TimerHandle | asyncio.Handle | None = None
+    """The call of `then`, later or next."""
+    woken: bool = False
+
+    def wake(self) -> None:
+        """Call `then` next: there may be something for the poll."""
+        if not self.woken and self.timer is not None:
+            self.woken = True
+            self.timer.cancel()
+            self.timer = asyncio.get_running_loop().call_soon(self.then)
 
 
 @dataclass(slots=True)
@@ -42,14 +55,14 @@ class _Line:
     """Queued sessions, and the polls that wait for them; both in the order in which they came."""
 
     queue: deque[GatewaySession] = field(default_factory=deque)
-    polls: list[_Poll] = field(default_factory=list)
+    polls: list[Poll] = field(default_factory=list)
 
     def wake(self) -> None:
         """Wake the first poll if there are sessions. Each poll wakes the next one when it ends."""
         if self.queue and self.polls:
-            self.polls[0].woken.set()
+            self.polls[0].wake()
 
-    def pop(self, poll: _Poll, capacity: int) -> list[GatewaySession]:
+    def pop(self, poll: Poll, capacity: int) -> list[GatewaySession]:
         """Remove a poll's sessions: of more than one waiting poll, each gets a share."""
         if poll is not self.polls[0]:
             return []
@@ -127,28 +140,75 @@ class AttemptQueue:
         Raises:
             GatewayError: The journal cannot be written; the sessions stay queued.
         """
-        line, poll = self._lines[own], _Poll(worker)
+        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        poll = self.begin(worker, capacity, wait_s, wake, own=own)
+        try:
+            await woken
+        except BaseException:
+            self.drop(poll)
+            raise
+        return await self.give(self.collect(poll))
+
+    def begin(
+        self, worker: str, capacity: int, wait_s: float, then: Callable[[], object], *, own: bool = False
+    ) -> Poll:
+        """Begin a poll without blocking; `collect` or `drop` must end it.
+
+        Args:
+            worker: Name of the worker.
+            capacity: Limit of the number of sessions.
+            wait_s: Seconds to wait; a little more, so that many polls end together.
+            then: Called when there may be sessions for the poll, or when the time is over; not before the
+                next iteration of the event loop.
+            own: Whether it is a poll of the trainer's own agents.
+        """
+        loop = asyncio.get_running_loop()
+        line, poll = self._lines[own], Poll(worker, capacity, own, then)
+        if worker in self._left or worker in self._stopped or wait_s == 0:
+            poll.timer = loop.call_soon(then)
+            poll.woken = True
+        else:
+            end = math.ceil((loop.time() + wait_s) / TOGETHER_S) * TOGETHER_S
+            poll.timer = loop.call_at(end, then)
         line.polls.append(poll)
         line.wake()
-        try:
-            if worker not in self._left and worker not in self._stopped:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await poll.woken.wait()
-            taken = [] if worker in self._left else line.pop(poll, capacity)
-        finally:
-            line.polls.remove(poll)
-            line.wake()
-            self._seen[worker] = _now()
+        return poll
+
+    def collect(self, poll: Poll) -> list[tuple[GatewaySession, str]]:
+        """End a poll; return its sessions with new keys, and start their deadlines. `give` must follow."""
+        taken = [] if poll.worker in self._left else self._lines[poll.own].pop(poll, poll.capacity)
+        self.drop(poll)
+        return [(session, self._start(session, poll.worker)) for session in taken]
+
+    def drop(self, poll: Poll) -> None:
+        """End a poll without sessions."""
+        line = self._lines[poll.own]
+        if poll.timer is not None:
+            poll.timer.cancel()
+        line.polls.remove(poll)
+        line.wake()
+        self._seen[poll.worker] = _now()
+
+    async def give(self, taken: Sequence[tuple[GatewaySession, str]]) -> list[tuple[GatewaySession, str]]:
+        """Record that a worker gets sessions; return those that have not ended meanwhile.
+
+        Raises:
+            GatewayError: The journal cannot be written; the sessions are queued again.
+        """
         if not taken:
             return []
-        keys = [self._start(session, worker) for session in taken]
+        sessions = [session for session, _ in taken]
         try:
-            await self._journal.offered(taken)
+            await self._journal.offered(sessions)
         except BaseException:
-            self._requeue(taken)
+            self._requeue(sessions)
             raise
-        given = [(session, key) for session, key in zip(taken, keys, strict=True) if session.closed is None]
+        given = [(session, key) for session, key in taken if session.closed is None]
         for session, _ in given:
             self._states.start(session)
         return given
@@ -257,7 +317,7 @@ class AttemptQueue:
         for line in self._lines.values():
             for poll in line.polls:
                 if poll.worker == worker:
-                    poll.woken.set()
+                    poll.wake()
 
     def _requeue(self, sessions: Sequence[GatewaySession]) -> None:
         for session in reversed(sessions):

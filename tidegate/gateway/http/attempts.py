@@ -1,8 +1,10 @@
-"""Serves the calls of workers and of a trainer's own agents. Raw ASGI, as thousands of them may poll."""
+"""Serves the calls of workers and of a trainer's own agents: thousands may poll, so polls bypass ASGI."""
 
 from __future__ import annotations
 
+import functools
 import hmac
+from collections.abc import Sequence
 
 import orjson
 from starlette.requests import Request
@@ -11,15 +13,17 @@ from starlette.types import Receive, Scope, Send
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.protection import check_reward
+from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
-from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
-from tidegate.gateway.http.response import respond, unless_disconnected
+from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key, bearer_of
+from tidegate.gateway.http.response import error_response, respond, unless_disconnected
 from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
+from tidegate.service.direct_request import DirectRequest, DirectRoute
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
@@ -40,31 +44,79 @@ def finish_route(gateway: Gateway) -> Route:
     return Route("/s/{session_id}/finish", JsonEndpoint(gateway, _finish), methods=["POST"])
 
 
+def direct_routes(gateway: Gateway) -> dict[bytes, DirectRoute]:
+    """Returns the route of workers' polls for a server that bypasses ASGI."""
+    return {b"POST /attempts/next HTTP/1.1": functools.partial(_poll, gateway)}
+
+
+def _poll(gateway: Gateway, request: DirectRequest) -> bool:
+    """Does what `_next` does for requests that it would not refuse."""
+    try:
+        own = _is_own(gateway, bearer_of(request.headers))
+        body = schemas.read(schemas.NextAttempts, request.body)
+    except (GatewayError, ApiError):
+        return False
+    queue = gateway.attempts
+
+    def answer() -> None:
+        request.on_disconnect = None
+        taken = queue.collect(poll)
+        if taken:
+            request.start(_give(gateway, request, body.worker, taken))
+        else:
+            request.respond(200, _answer(gateway, body.worker, [], ""))
+
+    poll = queue.begin(body.worker, body.capacity, body.wait_s, answer, own=own)
+    request.on_disconnect = functools.partial(queue.drop, poll)
+    return True
+
+
+async def _give(
+    gateway: Gateway, request: DirectRequest, worker: str, taken: Sequence[tuple[GatewaySession, str]]
+) -> None:
+    try:
+        given = await gateway.attempts.give(taken)
+    except GatewayError as refusal:
+        status = refusal.status or 400
+        request.respond(status, bytes(error_response(str(refusal), status).body))
+        return
+    if request.disconnected:
+        await gateway.attempts.give_back(given)
+        return
+    root = gateway.options.public_url or f"http://{request.headers[b'host'].decode('latin-1')}"
+    request.respond(200, _answer(gateway, worker, given, root))
+
+
 async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with attempts; they are queued again if the client disconnects before."""
-    own = _is_own(gateway, scope)
+    own = _is_own(gateway, bearer_key(scope))
     poll = schemas.read(schemas.NextAttempts, await read_body(receive))
     taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s, own=own)
     taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
     if taken is not None:
         root = "" if not taken else gateway.options.public_url or str(Request(scope).base_url).rstrip("/")
-        answer = {
+        await respond(send, 200, _answer(gateway, poll.worker, taken, root))
+
+
+def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession, str]], root: str) -> bytes:
+    return orjson.dumps(
+        {
             "attempts": [_row(session, key, root) for session, key in taken],
-            "ended": gateway.attempts.stopped(poll.worker),
+            "ended": gateway.attempts.stopped(worker),
             "shards": gateway.options.pool.shards,
         }
-        await respond(send, 200, orjson.dumps(answer))
+    )
 
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _is_own(gateway, scope)
+    _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
     gateway.attempts.heartbeat(scope["path_params"]["attempt"], body.worker)
     await respond(send, 200, b"{}")
 
 
 async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _is_own(gateway, scope)
+    _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
     await respond(send, 200, orjson.dumps(gateway.attempts.leave(body.worker)))
 
@@ -90,9 +142,9 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
     await respond(send, 202 if trajectory is None else 200, orjson.dumps(row))
 
 
-def _is_own(gateway: Gateway, scope: Scope) -> bool:
+def _is_own(gateway: Gateway, key: str) -> bool:
     """Returns whether the caller runs the trainer's own agents. Raises GatewayError without a valid key."""
-    options, key = gateway.options, bearer_key(scope)
+    options = gateway.options
     if hmac.compare_digest(key.encode(), agents_key(options.admin_key).encode()):
         return True
     if options.worker_key is None:
