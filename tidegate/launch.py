@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tidegate.agents.base import load_agent
 from tidegate.config import Settings
-from tidegate.envs.base import check_reward_timeout, load_environment
+from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
@@ -86,20 +86,11 @@ class Launch:
         lift_quarantine: bool = False,
     ) -> None:
         """Raises StartError or ConfigError, and NothingToDo if the run is complete."""
-        check(settings)
-        settings = _with_rubric(settings)
-        environment = load_environment(settings.env.use, settings.env.options)
-        check_reward_timeout(environment, settings.env.reward_timeout_s)
-        if settings.eval.suites:
-            check_suites(settings.eval, environment.eval_sets())
+        settings, environment = check_environment(settings)
         start = None if fresh else Start.of(settings, resume)
         if start is not None:
             start.lift_quarantine = lift_quarantine
-        check_writable(settings.run_dir)
-        if isinstance(provider, LocalProcesses) and settings.gateway.url is None:
-            check_port(settings.gateway.host, settings.gateway.port)
-        check_engines(settings.engine.urls)
-        check_teachers(settings.trainer.teacher)
+        check_surroundings(settings, own_gateway=isinstance(provider, LocalProcesses))
         # After the checks, because importing torch and the trainer takes seconds.
         from tidegate.devices import find_device
 
@@ -136,6 +127,38 @@ class Launch:
             os._exit(STOPPED)  # owned processes exit when their stdin closes
         self._view.note("finishing the current step and writing a checkpoint; Ctrl-C again exits at once")
         self._run.stop.set()
+
+
+def check_environment(settings: Settings) -> tuple[Settings, Environment]:
+    """Checks what a run is to learn from.
+
+    Returns:
+        The settings with the judge's rubric read from its file, and the environment.
+
+    Raises:
+        ConfigError: The environment cannot be loaded, or judge, suites or teachers do not fit it.
+    """
+    check(settings)
+    settings = _with_rubric(settings)
+    environment = load_environment(settings.env.use, settings.env.options)
+    check_reward_timeout(environment, settings.env.reward_timeout_s)
+    if settings.eval.suites:
+        check_suites(settings.eval, environment.eval_sets())
+    check_teachers(settings.trainer.teacher, sorted(environment.rewarders()))
+    return settings, environment
+
+
+def check_surroundings(settings: Settings, *, own_gateway: bool) -> None:
+    """Raises StartError if the run's directory, port or engines cannot be used.
+
+    Args:
+        settings: Settings of the run.
+        own_gateway: Whether the run's gateway is to listen on this machine.
+    """
+    check_writable(settings.run_dir)
+    if own_gateway and settings.gateway.url is None:
+        check_port(settings.gateway.host, settings.gateway.port)
+    check_engines(settings.engine.urls)
 
 
 def _with_rubric(settings: Settings) -> Settings:

@@ -131,6 +131,21 @@ def test_two_ranks_train_as_one(tmp_path: Path, chats: Path) -> None:
             assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("setting", "code", "why"),
+    [
+        ("--trainer.teacher.path=nowhere", 3, "path = nowhere has no config.json"),
+        ("--env.judge={url = 'http://j/v1', model = 'm', rubric_file = 'nowhere'}", 2, "rubric_file"),
+    ],
+)
+def test_what_refuses_the_training_is_found_before_the_fine_tuning(
+    tmp_path: Path, chats: Path, setting: str, code: int, why: str
+) -> None:
+    ended = sft(tmp_path, "both", chats, "--then", "train", *TINY_RUN, setting)
+    assert (ended.returncode, why in ended.stderr) == (code, True), ended.stderr
+    assert not (tmp_path / "both-sft").exists()
+
+
 @pytest.mark.slow
 def test_a_run_continues_from_the_result(tmp_path: Path, chats: Path) -> None:
     ended = sft(tmp_path, "both", chats, "--sft.epochs=1", "--then", "train", *TINY_RUN)

@@ -42,7 +42,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
-    from tidegate.launch import check
+    from tidegate.launch import check, check_environment, check_surroundings
     from tidegate.settings.sections import split_file
 
     file, overrides = split_file(rest)
@@ -50,10 +50,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("no settings: name a file, for example tidegate sft examples/demo/config.toml")
     settings = load_settings(file, overrides)
     check(settings)
-    if arguments.then is not None and not (arguments.resume or arguments.fresh):
+    if arguments.then is not None:  # what refuses the training is found before the fine-tuning, not after it
         from tidegate.trainer.start import Start
 
-        Start.of(settings, resume=False)  # a run of this name is refused before the fine-tuning, not after it
+        check_environment(settings)
+        if not (arguments.resume or arguments.fresh):
+            Start.of(settings, resume=False)
+        check_surroundings(settings, own_gateway=True)
     shield_process()
     code = _fine_tune(settings, arguments)
     return code if code or arguments.then is None else _train(settings, arguments)

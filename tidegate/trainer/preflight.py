@@ -73,8 +73,25 @@ def check_port(host: str, port: int) -> None:
         bind(Listen(host, port)).close()
 
 
-def check_teachers(teacher: TeacherSettings) -> None:
-    """Raises StartError if the model of a teacher that the run starts does not exist."""
+def check_teachers(teacher: TeacherSettings, environments: Sequence[str]) -> None:
+    """Checks that each environment has a teacher, if there are teachers at all.
+
+    Raises:
+        ConfigError: A teacher's environment does not exist, or an environment has no teacher.
+        StartError: The model of a teacher that the run starts does not exist.
+    """
+    names = ", ".join(environments)
+    for env in teacher.by_env:
+        if env not in environments:
+            raise ConfigError(
+                f"trainer.teacher.by_env.{env}: there is no such environment; the environments are: {names}"
+            )
+    for env in environments if teacher.enabled else ():
+        if env not in teacher.models and "" not in teacher.models:
+            raise ConfigError(
+                f"the environment {env} has no teacher: set trainer.teacher.by_env.{env}, or url or path of "
+                "trainer.teacher for all others"
+            )
     for model in teacher.models.values():
         if model.path is not None and not (model.path / "config.json").is_file():
             raise StartError(

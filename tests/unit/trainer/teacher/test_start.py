@@ -20,7 +20,7 @@ from tests.serving import served
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_model
 from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
-from tidegate.errors import StartError
+from tidegate.errors import ConfigError, StartError
 from tidegate.settings.teacher import TeacherModel, TeacherSettings
 from tidegate.trainer.preflight import check_teachers
 from tidegate.trainer.teacher.client import ScoreClient
@@ -109,9 +109,21 @@ async def test_an_engine_that_does_not_score_tokens_is_refused(student: Path) ->
 
 
 def test_a_teacher_that_does_not_exist_is_named_before_anything_starts(student: Path) -> None:
-    check_teachers(TeacherSettings(path=student, by_env={"a": {"url": "http://t"}}))
+    check_teachers(TeacherSettings(path=student, by_env={"a": {"url": "http://t"}}), ["a"])
     with pytest.raises(StartError, match=r"path = nowhere has no config\.json"):
-        check_teachers(TeacherSettings(path=student, by_env={"a": {"path": "nowhere"}}))
+        check_teachers(TeacherSettings(path=student, by_env={"a": {"path": "nowhere"}}), ["a"])
+
+
+def test_environments_and_their_teachers_must_fit() -> None:
+    check_teachers(TeacherSettings(), ["a", "b"])
+    check_teachers(TeacherSettings(url="http://t", by_env={"a": {"url": "http://t"}}), ["a", "b"])
+    only_a = TeacherSettings(by_env={"a": {"url": "http://t"}})
+    with pytest.raises(ConfigError, match=r"by_env\.a: there is no such environment; .* are: b, c"):
+        check_teachers(only_a, ["b", "c"])
+    with pytest.raises(
+        ConfigError, match=r"the environment b has no teacher: set trainer\.teacher\.by_env\.b"
+    ):
+        check_teachers(only_a, ["a", "b"])
 
 
 def test_a_hint_is_rendered_with_the_students_template(student: Path) -> None:
