@@ -19,6 +19,7 @@ from tests.waiting import eventually
 from tidegate.errors import ConfigError, GatewayError, RewardError, RewardUnavailableError, StartError
 from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.gateway.errors import UNRANKED
+from tidegate.gateway.groups import sealing as sealing_module
 from tidegate.settings.judge import JudgeSettings
 from tidegate.types import CONVERSATION, Outcome, Task, Trajectory
 
@@ -148,12 +149,12 @@ async def test_a_group_is_ready_when_it_is_ranked(tmp_path: Path) -> None:
 
 async def test_a_group_without_a_ranking_ends_as_reward_error(tmp_path: Path) -> None:
     async with ranking(tmp_path, attempts=1) as (stage, endpoint):
-        endpoint.reply = lambda _: (503, "overloaded")
+        endpoint.reply = lambda _: (400, "no such model")
         sessions = [await episode(stage, f"0.{slot}", slot) for slot in range(2)]
         for _ in range(2):
             why = await stage.client.seal_group("g", "t", sessions)
             assert why is not None
-            assert "status 503: overloaded" in why
+            assert "status 400: no such model" in why
         assert len(endpoint.requests) == 1, "its retry limit is the judge's"
         with pytest.raises(GatewayError, match="has no ranking") as raised:
             await stage.gateway.seal("g", "t", sessions)
@@ -165,6 +166,28 @@ async def test_a_group_without_a_ranking_ends_as_reward_error(tmp_path: Path) ->
         endpoint.reply = graded
         again = [await episode(stage, f"0.{slot}", slot, group="h") for slot in range(2)]
         assert await stage.client.seal_group("h", "t", again) is None
+
+
+async def test_a_group_waits_while_its_judge_is_unavailable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sealing_module, "FIRST_S", 0.01)
+    async with ranking(tmp_path, attempts=1) as (stage, endpoint):
+        endpoint.reply = lambda _: (503, "overloaded")
+        sessions = [await episode(stage, "0.2", 0)]
+        sealing = asyncio.create_task(stage.client.seal_group("g", "t", sessions))
+        await eventually(lambda: len(endpoint.requests) > 2)
+        endpoint.reply = graded
+        assert await asyncio.wait_for(sealing, 20.0) is None
+        [group] = await stage.client.lease(1, 1, 0.0)
+        assert group.rewards() == [pytest.approx(1.2)]
+    assert "group g waits for its ranking: " in caplog.text
+
+    monkeypatch.setattr(sealing_module, "OUTAGE_S", 0.0)
+    async with ranking(tmp_path / "late", attempts=1) as (stage, endpoint):
+        endpoint.reply = lambda _: (503, "overloaded")
+        why = await stage.client.seal_group("g", "t", [await episode(stage, "0.2", 0)])
+        assert "status 503: overloaded" in str(why)
 
 
 async def test_a_dropped_group_waits_for_no_ranking(tmp_path: Path) -> None:

@@ -8,16 +8,22 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tidegate.errors import GatewayError, RewardError
+from tidegate.errors import GatewayError, RewardError, RewardUnavailableError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.gateway.errors import UNRANKED
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import REMEMBERED
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
+from tidegate.service.backoff import backoff_s
 from tidegate.types import Group, Outcome, Scored, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
+
+OUTAGE_S = 3600.0
+"""Seconds for which a group waits for a judge that is unavailable."""
+FIRST_S, LONGEST_S = 1.0, 30.0
+"""Delays between its calls."""
 
 
 class GroupSealer:
@@ -113,11 +119,24 @@ class GroupSealer:
         return ranking
 
     async def _rank(self, group_id: str, sessions: Sequence[GatewaySession]) -> list[Scored]:
-        """Returns what the ranking adds to each session. Raises RewardError or EpisodeLostError."""
+        """Returns what the ranking adds to each session; waits up to OUTAGE_S for an unavailable judge.
+
+        Raises RewardError or EpisodeLostError.
+        """
         task, trajectories = sessions[0].task, [_finished(session) for session in sessions]
         assert self._environments is not None, "checked before"
         assert task is not None, "checked before"
-        scored = await self._environments.rank(group_id, task, trajectories)
+        failures, end = 0, asyncio.get_running_loop().time() + OUTAGE_S
+        while True:
+            try:
+                scored = await self._environments.rank(group_id, task, trajectories)
+                break
+            except RewardUnavailableError as error:
+                if asyncio.get_running_loop().time() >= end:
+                    raise
+                log.warning("group %s waits for its ranking: %s", group_id, error)
+            await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
+            failures += 1
         if len(scored) != len(trajectories):
             raise RewardError(f"the judge ranked {len(scored)} episodes, not {len(trajectories)}")
         return scored
