@@ -140,7 +140,7 @@ def measure(settings: Settings, arm: str, target: float, tasks: int) -> dict[str
         "steps_to_target": reaches(numbers, list(rewards.values()), target),
         "seconds_a_step": times[steps[-1]] / steps[-1],
         "staleness": float(np.mean([line["staleness/mean"] for line in lines])),
-        "goodput": lines[-1]["tokens/trained_ratio"],
+        "goodput": lines[-1]["tokens/used_ratio"],
         "wasted": {
             cause: int(lines[-1][f"tokens/wasted_{cause}"])
             for cause in ("stale", "failed", "cancelled", "filtered")

@@ -248,7 +248,7 @@ async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(t
     assert ended["g1-000002"] == ended["g1-000002.0.1"] == "filtered"
     assert loop.admission.groups == {}, "trained groups are published, the other one made room"
     trained = loop.batches.tokens.metrics()
-    assert trained["tokens/trained_total"] == trained["tokens/wasted_filtered"] == 2
+    assert trained["tokens/used_total"] == trained["tokens/wasted_filtered"] == 2
     assert hands.lines[0]["selection/dropped_ratio"] == 0.5
     settings = Settings(model=ModelSettings(path=tmp_path), trainer=loop.settings)
     (tmp_path / "config.toml").write_text(sections.dump(settings), encoding="utf-8")

@@ -231,7 +231,7 @@ class Batcher:
         """Record the step in the ledger, then acknowledge the groups to the gateway."""
         self.admission.step(batch.selection, step)
         for group in batch.groups:
-            self.tokens.record_trained(group.trajectories)
+            self.tokens.record_used(group.trajectories)
             del self._groups[group.id]
         for group in batch.groups:
             await self._ack(group, State.STEPPED, step)

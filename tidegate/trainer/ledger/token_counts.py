@@ -16,13 +16,13 @@ CAUSES = (State.STALE, State.FILTERED, State.FAILED, State.CANCELLED)
 class TokenCounts:
     """Counts since the run was started or resumed. Aborted replies are never received and not counted."""
 
-    trained: int = 0
+    used: int = 0
     wasted: Counter[State] = field(default_factory=Counter)
     episodes: Counter[State] = field(default_factory=Counter)
     """Episodes of the wasted tokens."""
 
-    def record_trained(self, trajectories: Iterable[Trajectory]) -> None:
-        self.trained += sum(trajectory.sampled_tokens() for trajectory in trajectories)
+    def record_used(self, trajectories: Iterable[Trajectory]) -> None:
+        self.used += sum(trajectory.sampled_tokens() for trajectory in trajectories)
 
     def record_wasted(self, number: int, cause: State, episodes: int) -> None:
         """Count `number` tokens as wasted; `cause` is how the attempt or its group ended."""
@@ -32,15 +32,15 @@ class TokenCounts:
     def metrics(self) -> dict[str, float]:
         """Return the counts as metrics.
 
-        `trained_ratio` is the trained share of the sampled tokens of ended attempts.
+        `used_ratio` is the share of trained episodes in the sampled tokens of ended attempts.
         `selection/<cause>_length` is the mean sampled length of the wasted episodes, to be compared with that
         of trained ones.
         """
-        ended = self.trained + self.wasted.total()
+        ended = self.used + self.wasted.total()
         return {
-            "tokens/trained_total": float(self.trained),
+            "tokens/used_total": float(self.used),
             **{f"tokens/wasted_{cause}": float(self.wasted[cause]) for cause in CAUSES},
-            **({"tokens/trained_ratio": self.trained / ended} if ended else {}),
+            **({"tokens/used_ratio": self.used / ended} if ended else {}),
             **{
                 f"selection/{cause}_length": self.wasted[cause] / number
                 for cause in (State.STALE, State.FAILED)

@@ -69,7 +69,7 @@ async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
     assert [outcome for _, outcome in gateway.acked] == ["filtered", "filtered"]
     await batches.stepped(batch, 1)
     told = batches.tokens.metrics()
-    assert (told["tokens/trained_total"], told["tokens/wasted_filtered"], told["tokens/trained_ratio"]) == (
+    assert (told["tokens/used_total"], told["tokens/wasted_filtered"], told["tokens/used_ratio"]) == (
         12,
         12,
         0.5,

@@ -381,7 +381,7 @@ async def test_wasted_tokens_are_counted_by_cause(make: Callable[..., Stage]) ->
         await stage.settle(rollout, lambda: len(stage.script.sealed) == 3)
     assert stage.rollout.tokens.wasted == {"failed": 3, "stale": 6, "cancelled": 12}
     assert stage.script.dropped == ["g1-000001", "g1-000002", "g1-000003"]
-    assert stage.rollout.tokens.metrics()["tokens/trained_ratio"] == 0
+    assert stage.rollout.tokens.metrics()["tokens/used_ratio"] == 0
 
 
 async def test_each_episode_that_failed_is_counted_once(make: Callable[..., Stage]) -> None:
