@@ -16,16 +16,24 @@ from tests.integration.gateway.test_conversations import IDLE_S, feedback, lease
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.envs.conversations import ConversationRewards, conversation_environment
 from tidegate.envs.service.scoring import score
-from tidegate.errors import ConfigError, RewardError
+from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
+from tidegate.gateway.groups import judge_outage
 from tidegate.gateway.project_keys import create_key
 from tidegate.types import CONVERSATION, Outcome, Task, Trajectory
 
 GATE = threading.Event()
+OUTAGES: list[str] = []
+"""Sessions of the calls that failed."""
 
 
 def asked(trajectory: Trajectory) -> float | None:
     """The reward that the conversation's first message asks for; an error if it is no number."""
     content = str(trajectory.messages[0]["content"])
+    if content == "outage" and not GATE.is_set():
+        OUTAGES.append(trajectory.session_id)
+        raise RewardUnavailableError("the judge is unavailable")
+    if content == "outage":
+        return -0.5
     if content == "wait":
         GATE.wait(30)
         return 0.25
@@ -100,6 +108,19 @@ async def test_without_an_opinion_or_with_an_error_a_conversation_is_not_trained
     group = await leased(stage)
     assert group.trajectories[0].reward == 0.625, "the other one is not offered"
     assert len(stage.gateway.groups.entries()) == 1
+
+
+@pytest.mark.parametrize("idle_s", [3.0])
+async def test_a_conversation_waits_for_its_judge_and_keeps_its_feedback(
+    stage: Stage, user: AsyncOpenAI, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_outage, "FIRST_S", 0.01)
+    reply = await say(user, [], "outage")
+    assert "group" in await feedback(stage, key, reply.id, "up")
+    await eventually(lambda: len(OUTAGES) > 2)
+    GATE.set()
+    trajectory = (await leased(stage)).trajectories[0]
+    assert trajectory.reward_parts == {"feedback": 1.0, "asked": -0.5, "length": 0.125}
 
 
 async def test_a_slow_function_delays_no_other_conversation(stage: Stage, user: AsyncOpenAI) -> None:

@@ -100,7 +100,8 @@ class SessionFinisher:
         if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
             trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
         else:
-            await self._scorer.reward(trajectory, session.task, session.rewards, ending.agent_reward)
+            agent_reward, once = ending.agent_reward, session.client is None
+            await self._scorer.reward(trajectory, session.task, session.rewards, agent_reward, once=once)
 
     def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
         """Let a failed finish be retried; waiting callers receive its exception."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from tidegate.errors import RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
+from tidegate.gateway.groups.judge_outage import outlast
 from tidegate.types import Outcome, Task, Trajectory, finite
 
 
@@ -26,19 +28,26 @@ class Scorer:
         return info is not None and bool(info.rewards)
 
     async def reward(
-        self, trajectory: Trajectory, task: Task | None, posted: Mapping[str, float], agent_reward: Any
+        self,
+        trajectory: Trajectory,
+        task: Task | None,
+        posted: Mapping[str, float],
+        agent_reward: Any,
+        *,
+        once: bool = True,
     ) -> None:
         """Sets a trajectory's reward; a reward that fails makes its outcome `reward_error`.
 
         If the environment's service lost the episode, or a service that a reward calls failed, the outcome is
-        `infra_error`. An outcome that is not
-        trainable stays, without a reward.
+        `infra_error`. An outcome that is not trainable stays, without a reward.
 
         Args:
             trajectory: The trajectory, whose reward, parts, metrics and outcome are set.
             task: Its task; None: there is none.
             posted: Rewards that were posted while the session ran, by name.
             agent_reward: The reward that the agent returned, not validated.
+            once: Whether a service that fails ends the episode; otherwise it is called again, as the episode
+                cannot be made again.
         """
         try:
             if agent_reward is not None:
@@ -47,18 +56,20 @@ class Scorer:
                 trajectory.agent_reward = sum(posted.values())
             if trajectory.outcome.trainable:
                 trajectory.reward_parts = dict(posted)
-                await self._reward(trajectory, task)
+                await self._reward(trajectory, task, once)
         except (RewardError, EpisodeLostError) as error:
             trajectory.metrics |= error.metrics if isinstance(error, RewardError) else {}
             if trajectory.outcome.trainable:
                 trajectory.outcome = _outcome(error)
                 trajectory.error = str(error)
 
-    async def _reward(self, trajectory: Trajectory, task: Task | None) -> None:
+    async def _reward(self, trajectory: Trajectory, task: Task | None, once: bool) -> None:
         if self._environments is not None and self.scores(trajectory.env):
             if task is None:
                 raise RewardError(f"environment {trajectory.env!r} cannot score a session without a task")
-            scored = await self._environments.score(trajectory.session_id, task, trajectory)
+            session = trajectory.session_id
+            call = functools.partial(self._environments.score, session, task, trajectory)
+            scored = await (call() if once else outlast(call, f"the reward of session {session}"))
             trajectory.reward = scored.reward
             trajectory.reward_parts |= scored.parts
             trajectory.metrics |= scored.metrics

@@ -8,22 +8,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tidegate.errors import GatewayError, RewardError, RewardUnavailableError
+from tidegate.errors import GatewayError, RewardError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.gateway.errors import UNRANKED
+from tidegate.gateway.groups.judge_outage import outlast
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import REMEMBERED
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.service.backoff import backoff_s
 from tidegate.types import Group, Outcome, Scored, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
-
-OUTAGE_S = 3600.0
-"""Seconds for which a group waits for a judge that is unavailable."""
-FIRST_S, LONGEST_S = 1.0, 30.0
-"""Delays between its calls."""
 
 
 class GroupSealer:
@@ -119,24 +114,17 @@ class GroupSealer:
         return ranking
 
     async def _rank(self, group_id: str, sessions: Sequence[GatewaySession]) -> list[Scored]:
-        """Returns what the ranking adds to each session; waits up to OUTAGE_S for an unavailable judge.
+        """Returns what the ranking adds to each session; waits for a judge that is unavailable.
 
         Raises RewardError or EpisodeLostError.
         """
         task, trajectories = sessions[0].task, [_finished(session) for session in sessions]
         assert self._environments is not None, "checked before"
         assert task is not None, "checked before"
-        failures, end = 0, asyncio.get_running_loop().time() + OUTAGE_S
-        while True:
-            try:
-                scored = await self._environments.rank(group_id, task, trajectories)
-                break
-            except RewardUnavailableError as error:
-                if asyncio.get_running_loop().time() >= end:
-                    raise
-                log.warning("group %s waits for its ranking: %s", group_id, error)
-            await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-            failures += 1
+        environments = self._environments
+        scored = await outlast(
+            lambda: environments.rank(group_id, task, trajectories), f"the ranking of group {group_id}"
+        )
         if len(scored) != len(trajectories):
             raise RewardError(f"the judge ranked {len(scored)} episodes, not {len(trajectories)}")
         return scored
