@@ -132,12 +132,11 @@ class StandingService:
     def write_trainer_settings(self) -> Path:
         """Writes the trainer's settings: those of the service, with the addresses of gateway and engines."""
         settings = self.settings
-        given: dict[str, Any] = settings.model_dump(mode="json")
+        given = _with_absolute_paths(settings)
         given["gateway"] = {"url": self.gateway.url}
         del given["env"]["judge"]  # the gateway has it
         given["engine"] = {"urls": [engine.url for engine in self.engines]}
         given["run"] |= {"live_view": False, "dir": str(settings.run.dir.absolute())}
-        given["model"]["path"] = str(settings.model.path.absolute())
         if "steps" not in settings.trainer.model_fields_set:
             given["trainer"]["steps"] = ENDLESS
         file = self._dir / "trainer.toml"
@@ -147,15 +146,30 @@ class StandingService:
     def write_service_settings(self) -> None:
         """Writes the service's settings, with which `tidegate serve` continues the run from anywhere."""
         settings = self.settings
-        given: dict[str, Any] = settings.model_dump(mode="json")
+        given = _with_absolute_paths(settings)
         given["run"]["dir"] = str(settings.run.dir.absolute())
-        given["model"]["path"] = str(settings.model.path.absolute())
         if settings.gateway.keys is not None:
             given["gateway"]["keys"] = str(settings.gateway.keys.absolute())
         if "steps" not in settings.trainer.model_fields_set:
             del given["trainer"]["steps"]
         self._dir.chmod(0o700)  # the settings may have keys
         write_atomically(self._dir / SERVICE_SETTINGS, sections.to_toml(given))
+
+
+def _with_absolute_paths(settings: Settings) -> dict[str, Any]:
+    """Returns the settings as plain values, in which files that exist have absolute paths."""
+
+    def resolved(value: Any, plain: Any) -> Any:
+        if isinstance(value, Path):
+            return str(value.absolute()) if value.exists() else plain
+        if isinstance(value, dict):
+            return {name: resolved(value[name], plain[name]) for name in value}
+        if isinstance(value, list):
+            return [resolved(*pair) for pair in zip(value, plain, strict=True)]
+        return plain
+
+    values: dict[str, Any] = resolved(settings.model_dump(), settings.model_dump(mode="json"))
+    return values
 
 
 def check(settings: Settings) -> None:

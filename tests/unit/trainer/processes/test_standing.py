@@ -86,7 +86,11 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
 def test_the_services_settings_continue_it_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], limited: bool
 ) -> None:
-    standing = service(tmp_path, "--gateway.port=8123", *given)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("rubric.md").write_text("r")
+    judge = ["--env.judge.url=http://j", "--env.judge.model=m", "--env.judge.rubric_file=rubric.md"]
+    standing = service(tmp_path, "--gateway.port=8123", *judge, *given)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     assert continue_command(run_dir, None) == f"tidegate train {run_dir}/config.toml"
@@ -98,6 +102,7 @@ def test_the_services_settings_continue_it_from_anywhere(
     StandingService(settings, print)
     assert settings.run_dir == run_dir
     assert (settings.gateway.port, settings.gateway.keys) == (8123, keys)
+    assert settings.env.judge.rubric_file == tmp_path / "here" / "rubric.md"
     assert ("steps" in settings.trainer.model_fields_set) == limited, "without a limit it stays without one"
     steps = dict(
         next_steps({"resume": continue_command(run_dir, None), "checkpoint": run_dir / "c"}, run_dir)
