@@ -28,7 +28,7 @@ from tidegate.types import Task
 
 SEED = 17
 BATCH = 32
-STAGES = (("copies", 300), ("bare", 260), ("whole", 200))
+STAGES = (("copies", 300), ("bare", 360), ("whole", 240))
 """Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
 rules' text, which is the longest message and always the same; whole conversations."""
 COPIES_SHARE = 0.3
@@ -51,7 +51,7 @@ PIECES = (
     rf"| ?(?!{_NAME})[A-Za-z_]+(?: (?=[0-9]|{_NAME}))?|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
 )
 MISTAKES = Mistakes(
-    no_identity=0.18, idle=0.2, no_look=0.2, too_strict=0.32, too_lax=0.4, no_stock=0.3, gives_in=0.35
+    no_identity=0.18, idle=0.2, no_look=0.2, too_strict=0.32, too_lax=0.25, no_stock=0.3, gives_in=0.35
 )  # fmt: skip
 
 
@@ -131,15 +131,20 @@ def encode(
 
 
 def copies(rng: random.Random) -> list[dict[str, Any]]:
-    """A customer's data in random order, and one reply with a call of each tool that takes them."""
+    """A customer's data in random order, and one reply with a call of each tool that takes them.
+
+    An order that was looked at names another item, which is not to be copied.
+    """
     scenario = make_scenario(SEED, "train", rng.randrange(10_000_000))
     number = next(key for key, one in scenario.database.customers.items() if one.name == scenario.name)
     order, other = rng.sample(list(scenario.database.orders), 2)
     address, item = scenario.database.orders[other].address, rng.choice(list(scenario.database.stock))
+    found = scenario.database.orders[order]
     wishes = (f"send order {order} to {address}", f"exchange order {order} for a {item}")
     read = [
         {"role": "user", "content": f"I am {scenario.name}, zip code {scenario.zip_code}."},
         {"role": "tool", "content": f"customer {number}"},
+        {"role": "tool", "content": f"{found.item}, {found.price} euros, {found.status}"},
         {"role": "user", "content": f"Please {wishes[0]}. Thanks. And please {wishes[1]}."},
     ]
     calls = [
