@@ -389,7 +389,7 @@ async def test_a_session_that_was_being_finished_is_scored_with_its_state(
     await ask(session)
     scoring, reward = asyncio.Event(), stage.gateway.scorer.reward
 
-    async def hanging(*arguments: Any) -> None:
+    async def hanging(*arguments: Any, **named: Any) -> None:
         scoring.set()
         await asyncio.Event().wait()
 
