@@ -44,3 +44,25 @@ def test_training_goes_on_while_a_version_is_evaluated(tmp_path: Path, own: bool
     best = json.loads((run_dir / "checkpoints" / "best" / "best.json").read_text())
     assert best["eval/reward"] == max(line["eval/reward"] for line in evaluated)
     assert best["step"] in [2, 4, 6]
+
+
+def test_the_live_version_is_evaluated_while_worse_candidates_are_tested(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        "--engine.count=2", "--trainer.promotion.mode=evaluated", "--trainer.promotion.margin=0.3",
+        "--trainer.learning_rate=0.02", "--trainer.steps=3", "--trainer.groups_per_batch=2",
+        "--eval.beside_training=true", "--eval.every=2", "--eval.interim_tasks=16", "--eval.first=false",
+        "--eval.last=false",
+    ]  # fmt: skip
+    with training(run_dir, *settings) as run:
+        assert run.wait() == 0, run.output()
+    held(run_dir)
+    rolled_back = [
+        line
+        for line in map(json.loads, (run_dir / "ledger.jsonl").read_text().splitlines())
+        if line["event"] == "rolled_back"
+    ]
+    assert len(rolled_back) == 3
+    (evaluated,) = (line for line in metrics(run_dir) if "eval/reward" in line)
+    assert (evaluated["eval/step"], evaluated["eval/failed"]) == (2, 0)
+    assert evaluated["eval/version_min"] == evaluated["eval/version_max"] == 0, "the base is still live"
