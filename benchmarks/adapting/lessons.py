@@ -32,6 +32,8 @@ HINTS = (
     "guessed a number outside the range specified.", "has already guessed the number.",
     " Please resubmit a valid move and remember to follow the game rules to avoid penalties.",
 )  # fmt: skip
+LAKE = ("SFF", "FHF", "FFG")
+"""A small map: on the library's own, play at random reaches the goal too seldom to learn from in minutes."""
 LEARNING_RATE = 2e-3
 LONGER: Mapping[str, Any] = {"trainer": {"steps": 40, "checkpoint_every": 40}, "eval": {"every": 40}}
 
@@ -98,11 +100,12 @@ LESSONS: dict[str, Lesson] = {
     ),
     "gymnasium": Lesson(
         "gymnasium:FrozenLake-v1",
-        {"prompt": "{observation}", "make": {"success_rate": 0.95}},
+        {"prompt": "{observation}", "make": {"success_rate": 0.95, "desc": LAKE}},
         wandering,
         150,
-        turns=12,
-        phrases=("SFFF", "FHFH", "FFFH", "HFFG", "  (Left)", "  (Down)", "  (Right)", "  (Up)", *DIRECTIONS),
+        turns=8,
+        phrases=(*LAKE, "  (Left)", "  (Down)", "  (Right)", "  (Up)", *DIRECTIONS),
+        settings={"agent": {"options": {"max_turns": 8}}},
     ),
     "openenv": Lesson("openenv:{url}", {"tasks": 200}, some_letter, 150, turns=2),
 }
