@@ -327,7 +327,9 @@ async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
         assert len({urlsplit(address).port for address in addresses}) == SHARDS
         assert await site.client.attempts() == {
             "queued": 0,
-            "workers": [{"worker": worker.name, "running": 0, "connected": True, "seen_s": ANY}],
+            "workers": [
+                {"worker": worker.name, "running": 0, "connected": True, "polling": ANY, "seen_s": ANY}
+            ],
         }
         stop.set()
         await running

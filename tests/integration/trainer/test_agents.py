@@ -388,6 +388,15 @@ def episode(client: GatewayClient, view: TaskView, **options: Any) -> asyncio.Ta
     return asyncio.create_task(source.run(view.id, task, Sampling(), "train", seed=3, **options))
 
 
+async def polling(client: GatewayClient, worker: str) -> None:
+    """Wait until a worker's poll waits at the gateway."""
+    async with asyncio.timeout(30):
+        while not any(
+            row["worker"] == worker and row["polling"] for row in (await client.attempts())["workers"]
+        ):
+            await asyncio.sleep(0.01)  # asking another process
+
+
 async def test_dropping_its_group_cancels_an_episode_at_once(file: Path, tmp_path: Path, fifo: Path) -> None:
     async with at_gateway(f"{file}:many", tmp_path) as (client, _):
         running = episode(client, told("tidy", fifo=str(fifo)), group_id="g1", slot=0)
@@ -430,6 +439,7 @@ async def test_a_process_that_was_stopped_is_replaced(
     monkeypatch.setattr(agent_processes, "CHECK_S", 0.1)
     async with at_gateway(f"{file}:many", tmp_path) as (client, process):
         assert (await episode(client, told("none"))).outcome is Outcome.AGENT_ERROR
+        await polling(client, process.url)  # else the next process would take the attempt
         process.signal(signal.SIGSTOP)
         view = told("none")
         source = EpisodeSource(client, 0.3)

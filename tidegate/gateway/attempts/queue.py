@@ -283,6 +283,7 @@ class AttemptQueue:
                 "connected": name in polling
                 or running[name] > 0
                 or now - self._seen.get(name, -math.inf) < BETWEEN_POLLS_S,
+                "polling": name in polling,
                 "seen_s": round(now - self._seen.get(name, now), 1),
             }
             for name in sorted({*self._seen, *running, *polling})

@@ -183,6 +183,7 @@ class ShardRouter:
             if total is not row:
                 total["running"] += row["running"]
                 total["connected"] = total["connected"] or row["connected"]
+                total["polling"] = total["polling"] or row["polling"]
                 total["seen_s"] = min(total["seen_s"], row["seen_s"])
         return _json({"queued": sum(row["queued"] for row in rows), "workers": list(workers.values())})
 
