@@ -16,6 +16,7 @@ from tidegate.trainer.batch.advantage import is_zero_variance
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.judge import PREFIX, JudgeRecord
+from tidegate.trainer.records.lengths import cut_ratio, length_metrics, repetition_metrics
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.types import Logprobs, Trajectory, Turn
@@ -73,7 +74,10 @@ class Recorder:
             **custom_metrics(trained + dropped),
             **tool_metrics(trained + dropped),
             **_versions(trained),
-            **_lengths(trained),
+            **length_metrics(trained),
+            **cut_ratio(trained + dropped),
+            **repetition_metrics(trained + dropped),
+            **_turns(trained),
             **_selection(trained, dropped),
             **_teacher(trained, batch.scored_s),
         }
@@ -201,14 +205,11 @@ def _trained(turn: Turn, values: Logprobs | None) -> Logprobs:
     return values if turn.output_mask is None else values[turn.output_mask != 0]
 
 
-def _lengths(trained: list[Trajectory]) -> dict[str, float]:
+def _turns(trained: list[Trajectory]) -> dict[str, float]:
     turns = [sum(1 for _ in episode.trainable_turns()) for episode in trained]
-    lengths = [episode.sampled_tokens() for episode in trained]
     cached = sum(turn.cached_tokens for episode in trained for turn in episode.turns)
     prompts = sum(len(episode.prompt_ids(turn)) for episode in trained for turn in episode.turns)
     return {
-        "tokens/sampled": float(sum(lengths)),
-        **_statistics("length", lengths, ("mean", "max")),
         **_statistics("turns", turns, ("mean", "max")),
         **_tool_calls(trained),
         "truncated_ratio": float(np.mean([episode.outcome == "truncated" for episode in trained])),

@@ -193,7 +193,8 @@ def _of_a_judge() -> dict[str, float]:
 def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
     mixed = batch(episode(env="a"), episode(env="b"))
     mixed.groups[0].trajectories[0].tool_calls = [ToolCall("told", {}, "", False)]
-    mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0)]), State.FILTERED))
+    long = make_trajectory([make_turn(0, None, [1], [3, 4, 5, 6], version=1)])
+    mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0), long]), State.FILTERED))
     return recorder(directory, []).batch_metrics(mixed, 1)
 
 
