@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tidegate.engine.requests.params import SamplingParams
-from tidegate.engine.requests.request import Generation
+from tidegate.engine.requests.request import Generation, PromptScores
 from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.engine.scheduling.slots import Slots
 
@@ -60,11 +60,15 @@ class Remembering:
         sequences: Sequence[Sequence[int]],
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
-    ) -> list[list[float]]:
-        """A target's logprob is −target, or NaN."""
+        top: int = 0,
+    ) -> list[PromptScores]:
+        """A target's logprob is −target, or NaN; the likeliest ids at a target begin with it."""
         self.prefill(first, sequences, held)
         return [
-            [float("nan") if self.nan_for in ids else -float(target) for target in wanted]
+            PromptScores(
+                [float("nan") if self.nan_for in ids else -float(target) for target in wanted],
+                [[(-float(target), target + at) for at in range(top)] for target in wanted] if top else [],
+            )
             for ids, wanted in zip(sequences, targets, strict=True)
         ]
 

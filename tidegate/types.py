@@ -186,6 +186,16 @@ class Turn:
     teacher_logprobs: Logprobs | None = None
     """Log-probability of each sampled id under the teacher, added by the trainer; None without a teacher;
     shape [output]."""
+    teacher_top_ids: Ids | None = None
+    """The teacher's k likeliest ids in place of each sampled one, added by the trainer; None unless
+    `trainer.teacher.form` is `distribution`; shape [output · k], token after token."""
+    teacher_top_logprobs: Logprobs | None = None
+    """Log-probability of these ids under the teacher; shape [output · k]."""
+
+    @property
+    def teacher_top_k(self) -> int:
+        """Number of likeliest ids for each sampled one, 0 without them."""
+        return 0 if self.teacher_top_ids is None else len(self.teacher_top_ids) // len(self.output_ids)
 
     @property
     def trainable(self) -> bool:

@@ -27,6 +27,7 @@ def test_a_student_learns_from_a_teacher_alone_though_it_is_killed(tmp_path: Pat
     run_dir = tmp_path / "distilled"
     arguments = [
         f"--trainer.teacher.path={MODEL}", *ALONE, "--trainer.steps=6", "--trainer.max_staleness=0",
+        "--trainer.teacher.form=distribution", "--trainer.teacher.top_k=4",
     ]  # fmt: skip
     with training(run_dir, *arguments) as run:
         run.until_step(1)
@@ -41,12 +42,14 @@ def test_a_student_learns_from_a_teacher_alone_though_it_is_killed(tmp_path: Pat
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
     assert not unexplained({key for line in lines for key in line})
     assert abs(lines[1]["teacher/kl"]) < 1e-5, "the first version is the teacher"
+    assert abs(lines[1]["loss"]) < 1e-5
     assert all(line["teacher/logprob"] < 0 for line in lines[1:])
     assert all(line["groups/filtered"] == 0 for line in lines)
     held(run_dir)
     for step, path in step_files(run_dir).items():
         turns = [turn for line in read_lines(path) for turn in decode_trajectory(line).turns]
         assert all(turn.teacher_logprobs is not None for turn in turns)
+        assert all(turn.teacher_top_k == 4 for turn in turns)
         if step == 1:
             for turn in turns:
                 np.testing.assert_allclose(turn.teacher_logprobs, turn.logprobs, atol=1e-4)

@@ -417,6 +417,7 @@ def test_criteria_are_given_as_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["url=http://t", "top_k=4"], 'teacher.top_k has no effect with teacher.form = "advantage"'),
         (["weight=2"], "teacher.weight has no effect without a teacher"),
         (["hint=x"], "teacher.hint has no effect without a teacher"),
         (["url=http://t", "path=m"], "teacher.url and teacher.path both name a teacher"),

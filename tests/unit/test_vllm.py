@@ -255,6 +255,20 @@ def test_logprobs_of_the_prompt_are_asked_for_and_returned() -> None:
     take_prompt(sampling, None)
 
 
+def test_likeliest_ids_of_the_prompt_are_asked_for_and_returned() -> None:
+    generation = scored()
+    generation.top_logprobs = 2
+    assert request_body(generation, "x")["sampling_params"]["prompt_logprobs"] == 2
+    last = {"7": {"logprob": -2.0}, "9": {"logprob": -0.1}, "3": {"logprob": -1.0}}
+    take_prompt(generation, [None, {"6": {"logprob": -1.0}}, last])
+    take(generation, piece([8], finish_reason="length"))
+    meta = answer(generation, "3")["meta_info"]
+    assert meta["input_token_logprobs"][1] == (-2.0, 7, None)
+    assert meta["input_top_logprobs"] == [None, [(-0.1, 9, None), (-1.0, 3, None)]]
+    with pytest.raises(EngineError, match=r"1 of 2 likeliest ids; vLLM's --max-logprobs"):
+        take_prompt(generation, [None, None, {"7": {"logprob": -2.0}}])
+
+
 def test_missing_logprobs_of_the_prompt_are_errors() -> None:
     last = {"7": {"logprob": -2.0}}
     for positions in (

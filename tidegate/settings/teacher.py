@@ -36,9 +36,12 @@ class TeacherModel(SettingsSection):
 class TeacherSettings(TeacherModel):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Weight of the reverse KL divergence from the teacher."""
-    form: Literal["advantage", "loss"] = "advantage"
+    form: Literal["advantage", "loss", "distribution"] = "advantage"
     """advantage: weight · (log p_teacher − log p_student) is added to the advantage of each token; loss:
-    weight · (log π − log p_teacher)² ÷ 2 is added to its loss."""
+    weight · (log π − log p_teacher)² ÷ 2 is added to its loss; distribution: the divergence over the
+    teacher's `top_k` likeliest tokens is added to its loss."""
+    top_k: Annotated[int, Field(ge=1)] = 16
+    """Number of the teacher's likeliest tokens that the form `distribution` compares."""
     reward_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Factor of the advantages that the rewards give; 0: the teacher alone is learned from."""
     hint: str | None = None
@@ -56,6 +59,11 @@ class TeacherSettings(TeacherModel):
     @property
     def enabled(self) -> bool:
         return self.given or bool(self.by_env)
+
+    @property
+    def asked_top_k(self) -> int:
+        """Number of likeliest tokens that a teacher reports."""
+        return self.top_k if self.form == "distribution" else 0
 
     @property
     def alone(self) -> bool:
@@ -77,6 +85,11 @@ class TeacherSettings(TeacherModel):
             raise ValueError(
                 f"teacher.{idle[0]} has no effect without a teacher: set trainer.teacher.url or "
                 "trainer.teacher.path, or remove it"
+            )
+        if self.form != "distribution" and self.other_than_default("top_k"):
+            raise ValueError(
+                f'teacher.top_k has no effect with teacher.form = "{self.form}": remove it, or set '
+                'teacher.form = "distribution"'
             )
         for name, model in self.by_env.items():
             if not (name and model.given):

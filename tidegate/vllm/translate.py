@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tidegate.engine.requests.request import Generation
+from tidegate.engine.requests.request import Generation, TokenLogprob
 from tidegate.engine.server.generate import reply
 from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
@@ -48,7 +48,7 @@ def _params(generation: Generation) -> dict[str, Any]:
     if params.stop:
         body["stop"] = list(params.stop)
     if generation.logprob_start is not None:
-        body["prompt_logprobs"] = 0  # of the prompt's own tokens alone
+        body["prompt_logprobs"] = generation.top_logprobs  # 0: of the prompt's own tokens alone
     if params.grammar is not None:
         grammar = {GRAMMARS[params.grammar.kind]: params.grammar.text}
         # As in the other engines: a model could otherwise emit whitespace without end.
@@ -115,6 +115,21 @@ def take_prompt(generation: Generation, positions: Sequence[Mapping[str, Any] | 
     if len(values) != len(found):
         raise EngineError(f"vLLM returned logprobs of {len(values)} of {len(found)} tokens", retryable=True)
     generation.prompt_logprobs = [float(value) for value in values]
+    if generation.top_logprobs:
+        generation.prompt_top = [_likeliest(positions[at], generation) for at in range(start + 1, len(ids))]
+
+
+def _likeliest(position: Mapping[str, Any] | None, generation: Generation) -> list[TokenLogprob]:
+    """Return the likeliest ids of one position, to which vLLM adds the prompt's own one."""
+    found = sorted(
+        ((float(entry["logprob"]), int(key)) for key, entry in (position or {}).items()), reverse=True
+    )
+    if len(found) < generation.top_logprobs:
+        raise EngineError(
+            f"vLLM returned logprobs of {len(found)} of {generation.top_logprobs} likeliest ids; vLLM's "
+            "--max-logprobs bounds their number"
+        )
+    return found[: generation.top_logprobs]
 
 
 def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:

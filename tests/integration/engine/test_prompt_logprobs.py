@@ -115,6 +115,21 @@ def test_all_of_them_are_of_the_same_weights(tmp_path: Path, monkeypatch: pytest
     assert one.prompt_logprobs == pytest.approx(plain_scores(models[1], ids, 10), abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("top", [1, 5, 97])
+def test_the_likeliest_ids_are_the_plain_models(loaded: tuple[Model, Any], top: int) -> None:
+    model, plain = loaded
+    driver = Driver(model)
+    ids = np.random.default_rng(top).integers(0, 97, 30).tolist()
+    one = parse_generate({**body(ids, 7, 0), "top_logprobs_num": top}, driver.limits)
+    driver.scheduler.submit(one)
+    driver.finish([one])
+    with torch.no_grad():
+        expected = torch.log_softmax(plain(input_ids=torch.tensor([ids])).logits[0, 7:-1], -1).topk(top)
+    assert [[id for _, id in pairs] for pairs in one.prompt_top] == expected.indices.tolist()
+    found = torch.tensor([[logprob for logprob, _ in pairs] for pairs in one.prompt_top])
+    torch.testing.assert_close(found, expected.values, atol=TOLERANCE, rtol=0)
+
+
 def test_a_sequence_may_fill_the_context(loaded: tuple[Model, Any]) -> None:
     model, plain = loaded
     driver = Driver(model)
@@ -138,7 +153,12 @@ async def test_the_reply_has_sglangs_form(tmp_path: Path) -> None:
         _, twice = await client.post("/generate", body([1, 2], 0, 1, n=2))
         assert [len(reply["meta_info"]["input_token_logprobs"]) for reply in twice] == [2, 2]
         assert "input_token_logprobs" not in (await client.generate([1, 2], max_new_tokens=1))["meta_info"]
+        _, top = await client.post("/generate", {**body([1, 2, 3], 0, 0), "top_logprobs_num": 2})
+        assert [row and len(row) for row in top["meta_info"]["input_top_logprobs"]] == [None, 2, 2]
+        assert top["meta_info"]["input_top_logprobs"][1][0][2] is None
         for refused, words in (
+            ({**body([1, 2], 0, 3), "top_logprobs_num": 2}, "a prompt alone; set logprob_start_len, and max"),
+            ({**body([1, 2], 0, 0), "top_logprobs_num": 98}, "from 0 to 97, the size of the vocabulary"),
             (body([1, 2], 2, 0), "logprob_start_len = 2: it must be the index"),
             (body([1, 2], -2, 0), "logprob_start_len = -2"),
             (body([1, 2], True, 0), "logprob_start_len = True: it must be an integer"),

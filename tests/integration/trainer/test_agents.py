@@ -391,10 +391,11 @@ def episode(client: GatewayClient, view: TaskView, **options: Any) -> asyncio.Ta
 async def polling(client: GatewayClient, worker: str) -> None:
     """Wait until a worker's poll waits at the gateway."""
     async with asyncio.timeout(30):
-        while not any(
-            row["worker"] == worker and row["polling"] for row in (await client.attempts())["workers"]
-        ):
-            await asyncio.sleep(0.01)  # asking another process
+        while True:
+            rows = (await client.attempts())["workers"]
+            if any(row["worker"] == worker and row["polling"] for row in rows):
+                return
+            await asyncio.sleep(0.01)  # there is no event to wait for
 
 
 async def test_dropping_its_group_cancels_an_episode_at_once(file: Path, tmp_path: Path, fifo: Path) -> None:

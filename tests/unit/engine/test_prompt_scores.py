@@ -24,6 +24,19 @@ def test_requests_that_are_scored_take_no_row_and_disturb_none(
     assert all(one.output_ids == [] for one in scored)
 
 
+def test_requests_for_likeliest_ids_are_computed_apart_and_in_pieces(
+    scheduler: Scheduler, decoder: Remembering
+) -> None:
+    asked = [generation([i, 4, 5, 6], 0, logprob_start=1, top_logprobs=i % 3) for i in range(6)]
+    long = generation(list(range(200)), 0, logprob_start=3, top_logprobs=2)
+    submit(scheduler, *asked, long)
+    drain(scheduler, *asked, long)
+    for one in asked:
+        top = [[(-float(id), id + at) for at in range(one.top_logprobs)] for id in (5, 6)]
+        assert one.prompt_top == (top if one.top_logprobs else [])
+    assert long.prompt_top == [[(-float(id), id), (-float(id), id + 1)] for id in range(4, 200)]
+
+
 def test_a_long_prompt_is_scored_in_pieces(scheduler: Scheduler, decoder: Remembering) -> None:
     one = generation(list(range(200)), 0, logprob_start=3)
     submit(scheduler, one)

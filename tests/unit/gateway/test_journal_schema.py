@@ -33,6 +33,8 @@ TURN = Turn(
     exempt="the request's header",
     structured="grammar",
     teacher_logprobs=np.array([-0.25, -3.0], dtype=np.float32),
+    teacher_top_ids=np.array([9, 1, 8, 70_000], dtype=np.int32),
+    teacher_top_logprobs=np.array([-0.25, -2.0, -3.0, -0.125], dtype=np.float32),
 )
 
 

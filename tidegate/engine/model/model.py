@@ -24,7 +24,7 @@ from tidegate.engine.model.kv_cache import VIEW_STEP, SlotCache, round_up
 from tidegate.engine.model.sampling import sample, upload
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import SamplingParams
-from tidegate.engine.requests.request import Generation
+from tidegate.engine.requests.request import Generation, PromptScores, TokenLogprob
 from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.weights import loading
 from tidegate.errors import StartError
@@ -73,10 +73,12 @@ class Model:
         sequences: Sequence[Sequence[int]],
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
-    ) -> list[list[float]]:
+        top: int = 0,
+    ) -> list[PromptScores]:
         """Does what `prefill` does, and returns the logprobs of each row's targets, at temperature 1.
 
-        A row's targets follow the last tokens of its sequence, one target for each.
+        A row's targets follow the last tokens of its sequence, one target for each. `top` is the number of
+        likeliest ids at each target whose logprobs are returned, too.
         """
         length = max(map(len, sequences))
         begins = [len(ids) - len(wanted) for ids, wanted in zip(sequences, targets, strict=True)]
@@ -86,8 +88,9 @@ class Model:
         for row, (begin, wanted) in enumerate(zip(begins, targets, strict=True)):
             own = logits[row, begin - dropped : begin - dropped + len(wanted)].float()
             ids = upload(np.array(wanted, np.int64), self.device)
-            chosen = own.gather(-1, ids[:, None])[:, 0] - own.logsumexp(-1)
-            scores.append([float(value) for value in chosen.tolist()])
+            logprobs = own - own.logsumexp(-1, keepdim=True)
+            chosen = logprobs.gather(-1, ids[:, None])[:, 0]
+            scores.append(PromptScores(chosen.tolist(), _likeliest(logprobs, top) if top else []))
         return scores
 
     @torch.inference_mode()
@@ -183,6 +186,13 @@ def load_model(options: EngineOptions) -> Model:
     model = Model(hf_model, options.max_slots, options.max_context)
     check_cached_logits(model, options.model)
     return model
+
+
+def _likeliest(logprobs_nv: Tensor, number: int) -> list[list[TokenLogprob]]:
+    """Returns the likeliest ids of each row with their logprobs."""
+    best = torch.topk(logprobs_nv, number)
+    pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+    return [list(zip(values, ids, strict=True)) for values, ids in pairs]
 
 
 def _pretrained(options: EngineOptions) -> Any:

@@ -20,7 +20,6 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("text", "image_data", "audio_data", "video_data", "input_embeds"), (None,)),
     **dict.fromkeys(("lora_path", "token_ids_logprob", "session_params", "custom_logit_processor"), (None,)),
     **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states"), (None, False)),
-    "top_logprobs_num": (None, 0),
     # Fields that SGLang's router adds.
     **dict.fromkeys(("background", "return_bytes", "return_entropy"), (None, False)),
     "model": (None,),
@@ -28,8 +27,19 @@ UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "no_logs": (None, False, True),
 }
 """Unsupported fields of SGLang's request, with their neutral values."""
+TokenLogprob = tuple[float, int]
+"""A logprob and the id that it belongs to, in SGLang's order."""
+
 HEALTH_REQUEST = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
 """A request for one token, which shows that the engine is healthy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Logprobs of some tokens of a prompt, and for each the likeliest ids with theirs, likeliest first."""
+
+    logprobs: list[float]
+    top: list[list[TokenLogprob]]
 
 
 class BlockHashes:
@@ -69,6 +79,10 @@ class Generation:
     """Index of the prompt's token from which on `prompt_logprobs` are computed; None: they are not."""
     prompt_logprobs: list[float] = field(default_factory=list)
     """Logprobs of the prompt's tokens after `logprob_start`, at temperature 1 as in SGLang."""
+    top_logprobs: int = 0
+    """Number of likeliest ids at each of these tokens whose logprobs are asked for, too."""
+    prompt_top: list[list[TokenLogprob]] = field(default_factory=list)
+    """These ids with their logprobs, likeliest first, for each of `prompt_logprobs`."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
@@ -97,9 +111,12 @@ class Generation:
         return len(self.prompt_logprobs) < len(self.prompt_ids) - 1 - self.logprob_start
 
     @property
-    def prefill_kind(self) -> tuple[bool, bool]:
-        """Whether its prefill computes logprobs, and whether it ends with it; equal in each prefill pass."""
-        return self.needs_prompt_logprobs, self.limit == 0
+    def prefill_kind(self) -> tuple[bool, int, bool]:
+        """Whether its prefill computes logprobs, of how many likeliest ids, and whether it ends with it.
+
+        Equal in each prefill pass.
+        """
+        return self.needs_prompt_logprobs, self.top_logprobs, self.limit == 0
 
     @property
     def reusable(self) -> list[int]:
@@ -135,6 +152,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
     start = _logprob_start(fields, len(prompt_ids), return_logprob)
+    top = _top_logprobs(fields, start, params.max_new_tokens, limits)
     refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     if limit == 0 and start is None:
@@ -142,7 +160,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
             "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len asks for "
             "the prompt's logprobs"
         )
-    return Generation(rid, prompt_ids, params, limit, stream, return_logprob, start)
+    return Generation(rid, prompt_ids, params, limit, stream, return_logprob, start, top_logprobs=top)
 
 
 def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) -> int | None:
@@ -157,6 +175,21 @@ def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) ->
     if not return_logprob:
         raise RequestError(f"logprob_start_len = {start} has no effect without return_logprob = true")
     return start
+
+
+def _top_logprobs(fields: dict[str, Any], start: int | None, max_new_tokens: int, limits: TokenLimits) -> int:
+    """Returns `top_logprobs_num`, which is supported for prompts alone."""
+    top = integer(fields, "top_logprobs_num", 0, "")
+    if not 0 <= top <= limits.vocab_size:
+        raise RequestError(
+            f"top_logprobs_num = {top}: it must be from 0 to {limits.vocab_size}, the size of the vocabulary"
+        )
+    if top and (start is None or max_new_tokens):
+        raise RequestError(
+            f"top_logprobs_num = {top}: this engine reports the likeliest ids of a prompt alone; set "
+            "logprob_start_len, and max_new_tokens = 0"
+        )
+    return top
 
 
 def _prompt(ids: Any, limits: TokenLimits, max_new_tokens: int) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tidegate.engine.requests.request import BLOCK, Generation
+from tidegate.engine.requests.request import BLOCK, Generation, PromptScores
 from tidegate.engine.scheduling.prefix_cache import PrefixStore
 from tidegate.engine.scheduling.slots import Slots
 
@@ -44,7 +44,8 @@ class Decoder(Protocol):
         sequences: Sequence[Sequence[int]],
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
-    ) -> list[list[float]]: ...
+        top: int = 0,
+    ) -> list[PromptScores]: ...
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
     def copy_weights(self, weights: Any) -> None: ...
 
@@ -165,15 +166,20 @@ class RunningBatch:
         if not any(targets):
             self.model.prefill(first, sequences, held)
             return
-        scores = self.model.score(first, sequences, held, targets)
+        top = partials[0].generation.top_logprobs  # all requests of a pass ask for as many
+        scores = self.model.score(first, sequences, held, targets, top)
         for partial, values in zip(partials, scores, strict=True):
-            partial.generation.prompt_logprobs += values
+            partial.generation.prompt_logprobs += values.logprobs
+            partial.generation.prompt_top += values.top
 
     def _start_prefill(self, row: int, generation: Generation) -> _PartialPrefill:
         if self._partial is not None and self._partial.generation is generation:
             return self._partial
         if generation.needs_prompt_logprobs:
-            generation.prompt_logprobs = []  # a part of them may be of other weights
+            generation.prompt_logprobs, generation.prompt_top = (
+                [],
+                [],
+            )  # a part of them may be of other weights
         reusable = generation.reusable
         length, snapshot = self.prefixes.find(reusable, self._hashes(generation, reusable))
         if snapshot is not None:

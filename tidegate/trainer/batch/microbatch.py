@@ -86,6 +86,12 @@ class Microbatch:
     """log π_ref; None without a reference model."""
     teacher_n: Tensor | None = None
     """log p_teacher; None without a teacher."""
+    teacher_ids_nk: Tensor | None = None
+    """int64, the teacher's k likeliest ids at the token; None unless `teacher.form` is `distribution`."""
+    teacher_top_nk: Tensor | None = None
+    """float32, log p_teacher of these ids."""
+    policy_top_nk: Tensor | None = None
+    """log π_θ of these ids, with gradient; set by the forward pass."""
     idle: bool = False
     """Computed only because other ranks compute: its weights are 0, and its values count nowhere."""
 
@@ -336,6 +342,7 @@ def microbatch(
         return None if any(getattr(row, name) is None for row in selected) else concatenated(name)
 
     at_n = [at * width + positions - 1 - starts[at] for at, positions in enumerate(trained)]
+    teacher_ids = optional("teacher_ids")
     return Microbatch(
         rows=chosen,
         ids_bt=ids_bt,
@@ -355,4 +362,6 @@ def microbatch(
         old_n=optional("old"),
         reference_n=optional("reference"),
         teacher_n=optional("teacher"),
+        teacher_ids_nk=None if teacher_ids is None else teacher_ids.long(),
+        teacher_top_nk=optional("teacher_top"),
     )

@@ -41,6 +41,10 @@ class TrainSequence:
     """log π_ref, if there is a reference model."""
     teacher: Logprobs | None = None
     """log p_teacher, if there is a teacher."""
+    teacher_ids: npt.NDArray[np.int32] | None = None
+    """The teacher's k likeliest ids at each token, [t, k], if they were asked for."""
+    teacher_top: Logprobs | None = None
+    """log p_teacher of these ids, [t, k]."""
 
     @property
     def trained(self) -> int:
@@ -115,7 +119,7 @@ def _row(
         session_id=trajectory.session_id,
     )
     if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
-        row.teacher = np.zeros(length, dtype=np.float32)
+        _add_teacher(row, [turn for turn in path if turn.index in chosen])
     start = 0
     for turn in path:
         middle = start + len(turn.delta_ids)
@@ -146,3 +150,18 @@ def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float
     row.advantages[start:end] = np.where(mask, advantage, 0.0)
     if row.teacher is not None and turn.teacher_logprobs is not None:
         row.teacher[start:end] = np.where(mask, turn.teacher_logprobs, 0.0)
+    if row.teacher_ids is not None and row.teacher_top is not None:
+        assert turn.teacher_top_ids is not None
+        assert turn.teacher_top_logprobs is not None
+        shape = (end - start, turn.teacher_top_k)
+        row.teacher_ids[start:end] = turn.teacher_top_ids.reshape(shape)
+        row.teacher_top[start:end] = turn.teacher_top_logprobs.reshape(shape)
+
+
+def _add_teacher(row: TrainSequence, turns: Sequence[Turn]) -> None:
+    """Add the arrays of a teacher, which scored these turns, still without values."""
+    row.teacher = np.zeros(len(row.ids), dtype=np.float32)
+    widths = {turn.teacher_top_k for turn in turns}
+    if len(widths) == 1 and (width := widths.pop()):
+        row.teacher_ids = np.zeros((len(row.ids), width), dtype=np.int32)
+        row.teacher_top = np.zeros((len(row.ids), width), dtype=np.float32)

@@ -28,7 +28,7 @@ from tidegate.trainer.batch.microbatch import (
     split_by_length,
 )
 from tidegate.trainer.batch.rows import TrainSequence
-from tidegate.trainer.policy.forward import decoder_layers
+from tidegate.trainer.policy.forward import TokenLogprobs, decoder_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 
 T = TypeVar("T")
@@ -132,9 +132,10 @@ class _RootModule(torch.nn.Module):
         self.model = model
         self._compute = compute
 
-    def forward(self, batch: Microbatch, prefix: None = None) -> tuple[Tensor, Tensor]:
-        logprobs_n, entropy_n = self._compute(batch, prefix)
-        return logprobs_n.clone(), entropy_n  # FSDP hooks outputs, which must not be views
+    def forward(self, batch: Microbatch, prefix: None = None) -> TokenLogprobs:
+        logprobs_n, entropy_n, top_nk = self._compute(batch, prefix)
+        # FSDP hooks outputs, which must not be views.
+        return TokenLogprobs(logprobs_n.clone(), entropy_n, None if top_nk is None else top_nk.clone())
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ Axes in names: b rows, p prefixes, t positions, n trained tokens, h heads, d hid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -108,14 +108,15 @@ class Forward:
         with self._precision():
             return Prefix(self._backbone, batch.prefixes, self.device) if batch.prefixes else None
 
-    def __call__(self, batch: Microbatch, prefix: Prefix | None) -> tuple[Tensor, Tensor]:
-        """Return log π of the trained tokens and the entropy of their distributions, both [n].
+    def __call__(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
+        """Return log π of the trained tokens and the entropy of their distributions.
 
         The microbatch must be on the model's device.
         """
-        return self._compute(batch, prefix)
+        scored: TokenLogprobs = self._compute(batch, prefix)
+        return scored
 
-    def _compute_logprobs(self, batch: Microbatch, prefix: Prefix | None) -> tuple[Tensor, Tensor]:
+    def _compute_logprobs(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
         """Without a prefix no attention mask is needed: padding is on the right, and attention is causal."""
         inputs: dict[str, Any] = {"input_ids": batch.ids_bt, "position_ids": batch.positions_bt}
         if prefix is None:
@@ -127,21 +128,25 @@ class Forward:
         with self._precision():
             if self._head is None:
                 logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
-                return token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+                return token_logprobs(logits_nv, *_targets(batch))
             hidden_btd = self._backbone(**inputs).last_hidden_state
             return self._through_head(hidden_btd.flatten(0, 1).index_select(0, batch.at_n), batch)
 
-    def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        def piece(hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-            return token_logprobs(self._head(hidden), targets, temperatures)
+    def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> TokenLogprobs:
+        def piece(hidden: Tensor, *targets: Tensor) -> TokenLogprobs:
+            return token_logprobs(self._head(hidden), *targets)
 
         size = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
         if len(hidden_nd) <= size:
-            return piece(hidden_nd, batch.targets_n, batch.temperatures_n)
-        split = (torch.split(tensor, size) for tensor in (hidden_nd, batch.targets_n, batch.temperatures_n))
+            return piece(hidden_nd, *_targets(batch))
+        split = (torch.split(tensor, size) for tensor in (hidden_nd, *_targets(batch)))
         pieces = [checkpoint(piece, *inputs, use_reentrant=False) for inputs in zip(*split, strict=True)]
-        logprobs, entropies = zip(*pieces, strict=True)
-        return torch.cat(logprobs), torch.cat(entropies)
+        logprobs, entropies, top = zip(*pieces, strict=True)
+        return TokenLogprobs(
+            torch.cat(logprobs),
+            torch.cat(entropies),
+            None if batch.teacher_ids_nk is None else torch.cat(top),
+        )
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
         """Compute log π of every trained token, on all ranks: a float32 [t] per row, 0 elsewhere."""
@@ -158,7 +163,7 @@ class Forward:
         for prefix_batch in batches:
             prefix = self.prefix(prefix_batch)
             for batch in prefix_batch.microbatches:
-                logprobs_n, _ = self(batch.to(self.device), prefix)
+                logprobs_n = self(batch.to(self.device), prefix).logprobs_n
                 if not batch.idle:
                     values_n, row_n = logprobs_n.cpu(), batch.row_n.cpu()
                     by_row |= {index: values_n[row_n == at].numpy() for at, index in enumerate(batch.rows)}
@@ -179,15 +184,35 @@ class Forward:
         return all(np.allclose(values, shared[index], atol=1e-4) for index, values in expected.items())
 
 
-def token_logprobs(logits_nv: Tensor, targets_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute log π of the targets and the entropy of their distributions: float32 [n], detached float32 [n].
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of the trained tokens, in float32."""
+
+    logprobs_n: Tensor
+    """log π of the token."""
+    entropy_n: Tensor
+    """Entropy of the token's distribution; detached."""
+    top_nk: Tensor | None = None
+    """log π of the teacher's likeliest ids; None if the microbatch has none."""
+
+
+def token_logprobs(
+    logits_nv: Tensor, targets_n: Tensor, temperatures_n: Tensor, ids_nk: Tensor | None = None
+) -> TokenLogprobs:
+    """Compute log π of the targets and of other ids, and the entropy of their distributions.
 
     The distribution is softmax(logits ÷ temperature), from which the engine samples and reports logprobs.
     """
     logprobs_nv = torch.log_softmax(logits_nv.float() / temperatures_n[:, None], dim=-1)
     with torch.no_grad():
         entropy_n = torch.special.entr(logprobs_nv.exp()).sum(dim=-1)
-    return logprobs_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n
+    top_nk = None if ids_nk is None else logprobs_nv.gather(1, ids_nk)
+    return TokenLogprobs(logprobs_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n, top_nk)
+
+
+def _targets(batch: Microbatch) -> tuple[Tensor, ...]:
+    """Return the arguments of `token_logprobs` after the logits."""
+    given = (batch.targets_n, batch.temperatures_n)
+    return given if batch.teacher_ids_nk is None else (*given, batch.teacher_ids_nk)
 
 
 def decoder_layers(model: Any) -> list[Any]:

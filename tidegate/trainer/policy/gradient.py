@@ -58,7 +58,8 @@ class GradientStep:
 
     def _backward(self, batch: Microbatch, prefix: Prefix | None, diagnostics: Diagnostics) -> Tensor:
         batch = batch.to(self.forward.device)
-        logprobs_n, entropy_n = self.forward(batch, prefix)
+        logprobs_n, entropy_n, top_nk = self.forward(batch, prefix)
+        batch = replace(batch, policy_top_nk=top_nk)
         loss, clipped_n = self.objective(logprobs_n, batch, 1.0)
         loss.backward()
         if not batch.idle:

@@ -167,7 +167,7 @@ class Policy:
         if not trained:
             return
         if self.settings.teacher.enabled:
-            _check_scored(trained)
+            _check_scored(trained, self.settings.teacher.asked_top_k)
         batch.groups |= {row.group_id for row in trained}
         if self.settings.streaming:
             if not batch.steps:
@@ -398,11 +398,23 @@ class Policy:
         return True
 
 
-def _check_scored(rows: Sequence[TrainSequence]) -> None:
-    """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without."""
-    missing = next((row.session_id for row in rows if row.teacher is None), None)
-    if missing is not None:
-        raise TrainingError(
-            f"session {missing} has no logprobs of the teacher (trainer.teacher), so its batch cannot be "
-            "trained on; a replay with a teacher needs a run that had one"
-        )
+def _check_scored(rows: Sequence[TrainSequence], top_k: int) -> None:
+    """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without.
+
+    Args:
+        rows: rows of a batch.
+        top_k: number of the teacher's likeliest tokens that are needed, too.
+    """
+    for row in rows:
+        if row.teacher is None:
+            raise TrainingError(
+                f"session {row.session_id} has no logprobs of the teacher (trainer.teacher), so its batch "
+                "cannot be trained on; a replay with a teacher needs a run that had one"
+            )
+        found = 0 if row.teacher_ids is None else row.teacher_ids.shape[1]
+        if top_k and found != top_k:
+            raise TrainingError(
+                f"session {row.session_id} has {found} likeliest tokens of the teacher at each token, not "
+                f"{top_k} (trainer.teacher.top_k), so its batch cannot be trained on; a replay with "
+                'teacher.form = "distribution" needs a run that had it, with the same top_k'
+            )

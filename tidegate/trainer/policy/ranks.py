@@ -17,8 +17,8 @@ from tidegate.trainer.batch.rows import TrainSequence
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's RuntimeError when host memory is exhausted."""
-Compute = Callable[..., tuple[Tensor, Tensor]]
-"""(microbatch, prefix) → log π of the trained tokens, and the entropy of their distributions."""
+Compute = Callable[..., Any]
+"""(microbatch, prefix) → `TokenLogprobs` of the trained tokens."""
 T = TypeVar("T")
 
 

@@ -207,7 +207,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
 
 
 def _decode_turn(line: Mapping[str, Any]) -> Turn:
-    mask, teacher = line["output_mask"], line.get("teacher_logprobs")
+    mask, teacher, top = line["output_mask"], line.get("teacher_logprobs"), line.get("teacher_top_ids")
     return Turn(
         **{
             **line,
@@ -217,5 +217,9 @@ def _decode_turn(line: Mapping[str, Any]) -> Turn:
             "version_spans": tuple(VersionSpan(*span) for span in line["version_spans"]),
             "output_mask": None if mask is None else np.array(mask, dtype=np.uint8),
             "teacher_logprobs": None if teacher is None else np.array(teacher, dtype=np.float32),
+            "teacher_top_ids": None if top is None else np.array(top, dtype=np.int32),
+            "teacher_top_logprobs": None
+            if top is None
+            else np.array(line["teacher_top_logprobs"], np.float32),
         }
     )

@@ -5,18 +5,34 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
 from tidegate.service.http_client import HttpClient, error_in
+from tidegate.types import Logprobs
 
 REFUSALS = (400, 404, 413, 422)
 """Statuses with which a healthy engine refuses a request."""
 CLIPPED = 0
 """Id that SGLang reports in place of the last id of the vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """A teacher's logprobs of n tokens, and of the k likeliest ids in place of each."""
+
+    logprobs: Logprobs
+    """float32 [n]."""
+    top_ids: npt.NDArray[np.int32] | None = None
+    """[n, k]; None if they were not asked for."""
+    top_logprobs: Logprobs | None = None
+    """float32 [n, k]."""
 
 
 class ScoreClient(HttpClient):
@@ -26,18 +42,22 @@ class ScoreClient(HttpClient):
         super().__init__()
         self._deadline_s = deadline_s
 
-    async def logprobs(self, url: str, ids: Sequence[int], start: int) -> list[float]:
+    async def score(self, url: str, ids: Sequence[int], start: int, top_k: int = 0) -> Scores:
         """Return the logprobs of the tokens after index `start`, each given all earlier ones.
 
-        They are those of the distribution at temperature 1.
+        They are those of the distribution at temperature 1. With `top_k`, they include those of the likeliest
+        ids in place of each token.
         """
         body = {
             "input_ids": list(ids),
             "sampling_params": {"max_new_tokens": 0, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": start,
+            **({"top_logprobs_num": top_k} if top_k else {}),
         }
-        return read_logprobs(await self._call("POST", f"{url}/generate", orjson.dumps(body)), ids[start:])
+        reply = await self._call("POST", f"{url}/generate", orjson.dumps(body))
+        logprobs = np.array(read_logprobs(reply, ids[start:]), dtype=np.float32)
+        return Scores(logprobs, *(read_top(reply, len(logprobs), top_k) if top_k else ()))
 
     async def info(self, url: str) -> Mapping[str, Any]:
         """Return the engine's `/model_info`."""
@@ -86,3 +106,29 @@ def read_logprobs(reply: Any, ids: Sequence[int]) -> list[float]:
     if not all(map(math.isfinite, values)):
         raise EngineError("the teacher returned a logprob that is not finite", retryable=True)
     return values
+
+
+def read_top(reply: Any, count: int, top_k: int) -> tuple[npt.NDArray[np.int32], Logprobs]:
+    """Return the likeliest ids at the last `count` tokens of a reply's prompt, and their logprobs.
+
+    Raises EngineError if some are missing or not finite.
+    """
+    entries = reply["meta_info"].get("input_top_logprobs")
+    if not isinstance(entries, list) or len(entries) != count + 1:
+        raise EngineError(
+            f"the teacher returned no likeliest tokens for {count} tokens: it must support top_logprobs_num"
+        )
+    try:
+        ids = np.array([[pair[1] for pair in row] for row in entries[1:]], dtype=np.int32)
+        logprobs = np.array([[pair[0] for pair in row] for row in entries[1:]], dtype=np.float32)
+    except (TypeError, ValueError, IndexError):
+        raise EngineError(
+            "the teacher returned no likeliest tokens for some tokens", retryable=True
+        ) from None
+    if ids.shape != (count, top_k):
+        raise EngineError(
+            f"the teacher returned {list(ids.shape)} likeliest tokens in place of {[count, top_k]}"
+        )
+    if not np.isfinite(logprobs).all():
+        raise EngineError("the teacher returned a logprob that is not finite", retryable=True)
+    return ids, logprobs

@@ -48,7 +48,7 @@ async def start_teacher(
     await run_together(server.start() for server in servers.values())
     urls |= {env: server.url for env, server in servers.items()}
     for env, model in models.items():
-        await check_teacher(client, urls[env], model, student)
+        await check_teacher(client, urls[env], model, student, teacher.asked_top_k)
     for server in servers.values():
         supervisor.watch(supervise(server, note), server.name)
     scores = Teacher(teacher, urls, client, supervisor.watch, note, settings.trainer.outage_s, hint)
@@ -56,7 +56,9 @@ async def start_teacher(
     return scores
 
 
-async def check_teacher(client: ScoreClient, url: str, model: TeacherModel, student: Vocabulary) -> None:
+async def check_teacher(
+    client: ScoreClient, url: str, model: TeacherModel, student: Vocabulary, top_k: int = 0
+) -> None:
     """Raises StartError if the engine at `url` does not score the student's tokens."""
     name = f"the teacher at {url}" if model.path is None else f"the teacher {model.path}"
     try:
@@ -76,7 +78,7 @@ async def check_teacher(client: ScoreClient, url: str, model: TeacherModel, stud
                 f"{name} has a vocabulary of {size}, the student one of {student.size}: it cannot score all "
                 "ids that the student can sample"
             )
-        await client.logprobs(url, [0, 0], 0)
+        await client.score(url, [0, 0], 0, top_k)
     except EngineError as error:
         raise StartError(
             f"{name} does not score tokens: {error}. It must be an engine that returns logprobs of the "

@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from tidegate.errors import EngineError, TidegateError, TrainingError, unwrapped
 from tidegate.sequences import training_sequences
 from tidegate.service.backoff import backoff_s
 from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.batch.rows import is_trained
-from tidegate.trainer.teacher.client import ScoreClient
+from tidegate.trainer.teacher.client import ScoreClient, Scores
 from tidegate.trainer.teacher.hint import Hint
 from tidegate.types import Group, Trajectory, Turn
 
@@ -98,7 +96,7 @@ class Teacher:
         try:
             async with asyncio.TaskGroup() as requests:
                 for trajectory in group.trajectories:
-                    for path, unscored in _paths(trajectory):
+                    for path, unscored in _paths(trajectory, self.settings.asked_top_k):
                         requests.create_task(self._score_path(trajectory, path, unscored))
         except* TidegateError as failures:
             raise unwrapped(failures) from None
@@ -110,12 +108,16 @@ class Teacher:
         ids = [int(token) for turn in path for part in (turn.delta_ids, turn.output_ids) for token in part]
         asked = ids[:last] if self.hint is None else self.hint.prepend(ids[:last], trajectory.answer)
         shift = len(asked) - last
-        values = await self._logprobs(trajectory.env, asked, first + shift - 1)
+        scores = await self._scores(trajectory.env, asked, first + shift - 1)
         for turn, start, end in spans:
-            turn.teacher_logprobs = np.array(values[start - first : end - first], dtype=np.float32)
+            own = slice(start - first, end - first)
+            turn.teacher_logprobs = scores.logprobs[own]
+            if scores.top_ids is not None and scores.top_logprobs is not None:
+                turn.teacher_top_ids = scores.top_ids[own].reshape(-1)
+                turn.teacher_top_logprobs = scores.top_logprobs[own].reshape(-1)
         self.scored_tokens += sum(end - start for _, start, end in spans)
 
-    async def _logprobs(self, env: str, ids: Sequence[int], start: int) -> list[float]:
+    async def _scores(self, env: str, ids: Sequence[int], start: int) -> Scores:
         url = self.urls.get(env, self.urls.get(""))
         if url is None:
             raise TrainingError(
@@ -124,14 +126,14 @@ class Teacher:
             )
         async with self._limits.setdefault(url, asyncio.Semaphore(self.settings.max_requests)):
             try:
-                values = await self.client.logprobs(url, ids, start)
+                scores = await self.client.score(url, ids, start, self.settings.asked_top_k)
             except EngineError as error:
                 with self._reported(url, error):
-                    values = await self._repeat(url, ids, start, error)
+                    scores = await self._repeat(url, ids, start, error)
         self.last_progress = time.monotonic()
-        return values
+        return scores
 
-    async def _repeat(self, url: str, ids: Sequence[int], start: int, error: EngineError) -> list[float]:
+    async def _repeat(self, url: str, ids: Sequence[int], start: int, error: EngineError) -> Scores:
         """Repeat a request that failed, with back-off. Raises TrainingError."""
         began = time.monotonic()
         for tries in itertools.count():
@@ -147,7 +149,7 @@ class Teacher:
             delay_s = backoff_s(tries, FIRST_DELAY_S, LONGEST_DELAY_S)
             await asyncio.sleep(min(delay_s, self.limit_s))
             try:
-                return await self.client.logprobs(url, ids, start)
+                return await self.client.score(url, ids, start, self.settings.asked_top_k)
             except EngineError as again:
                 error = again
         raise AssertionError("unreachable")
@@ -169,7 +171,7 @@ class Teacher:
             self._failing[url] -= 1
 
 
-def _paths(trajectory: Trajectory) -> Iterator[tuple[list[Turn], set[int]]]:
+def _paths(trajectory: Trajectory, top_k: int) -> Iterator[tuple[list[Turn], set[int]]]:
     """Yield the sequences that are trained on: their turns, and the indices of those that are not yet scored.
 
     A group that was reinstated by a resume has the logprobs in its file.
@@ -178,9 +180,13 @@ def _paths(trajectory: Trajectory) -> Iterator[tuple[list[Turn], set[int]]]:
     parents = {index: turn.parent for index, turn in turns.items()}
     trained = {index for index, turn in turns.items() if is_trained(turn)}
     for path, own in training_sequences(parents, trained):
-        unscored = {index for index in own if turns[index].teacher_logprobs is None}
+        unscored = {index for index in own if not _is_scored(turns[index], top_k)}
         if unscored:
             yield [turns[index] for index in path], unscored
+
+
+def _is_scored(turn: Turn, top_k: int) -> bool:
+    return turn.teacher_logprobs is not None and (not top_k or turn.teacher_top_k == top_k)
 
 
 def _spans(path: Sequence[Turn]) -> Iterator[tuple[Turn, int, int]]:

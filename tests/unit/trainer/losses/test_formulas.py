@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.trainer.learning_fixtures import lay, make_row
@@ -18,6 +20,7 @@ from tidegate.errors import ConfigError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.rows import TrainSequence
 from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.losses.parts import top_divergence
 
 CAP = 1.3
 DUAL_CLIP = 1.4
@@ -471,3 +474,36 @@ def test_a_loss_of_the_users_own(tmp_path):
         make_loss(own("nothing"))
     with pytest.raises(ConfigError, match="has no loss 'cliped'; did you mean 'clipped'"):
         make_loss(own("cliped"))
+
+
+def test_the_divergence_from_all_of_a_teachers_tokens_is_the_kl_with_its_gradient():
+    """Against KL(π‖p) in float64, by autograd over the logits."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 11, generator=random, dtype=torch.float64, requires_grad=True)
+    teacher = torch.log_softmax(2 * torch.randn(5, 11, generator=random, dtype=torch.float64), -1)
+    policy = torch.log_softmax(logits, -1)
+    expected = (policy.exp() * (policy - teacher)).sum(-1)
+    found = top_divergence(policy, teacher)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(one.sum(), logits, retain_graph=True)[0] for one in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 10))
+def test_the_divergence_from_a_teachers_likeliest_tokens_bounds_the_kl_from_below(seed, k):
+    random = torch.Generator().manual_seed(seed)
+    policy, teacher = torch.log_softmax(torch.randn(2, 4, 11, generator=random), -1)
+    top = teacher.topk(k)
+    found = top_divergence(policy.gather(1, top.indices), top.values)
+    outcomes = [torch.cat([one.gather(1, top.indices).exp(), _others(one, top.indices)], 1)
+                for one in (policy.double(), teacher.double())]  # fmt: skip
+    merged = (outcomes[0] * (outcomes[0] / outcomes[1]).log()).sum(-1)
+    torch.testing.assert_close(found.double(), merged, atol=1e-3, rtol=1e-3)
+    assert (found <= (policy.exp() * (policy - teacher)).sum(-1) + 1e-4).all()
+    assert (found >= -1e-4).all()
+
+
+def _others(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """Probability of all ids but these."""
+    return logprobs.exp().scatter(1, ids, 0.0).sum(1, keepdim=True)

@@ -84,11 +84,11 @@ def test_loss_and_gradient_are_the_formulas():
 
 def test_on_policy_the_gradient_is_reinforces():
     rows, batch, logits_nv = make_case()
-    logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+    logprobs_n, *_ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
     batch.logprobs_n = logprobs_n.detach()
     share(DEFAULT, logprobs_n, batch, rows).backward()
     found, logits_nv.grad = logits_nv.grad, None
-    logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+    logprobs_n, *_ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
     (-(batch.advantages_n * logprobs_n).mean()).backward()
     torch.testing.assert_close(found, logits_nv.grad)
 
@@ -116,7 +116,9 @@ def test_the_denominator_is_the_whole_batchs():
 
 def test_logprobs_and_entropy_are_of_the_tempered_distribution():
     logits_nv = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)], [5.0, 5.0]])
-    logprobs_n, entropy_n = token_logprobs(logits_nv, torch.tensor([1, 1, 0]), torch.tensor([1.0, 0.5, 1.0]))
+    logprobs_n, entropy_n, _ = token_logprobs(
+        logits_nv, torch.tensor([1, 1, 0]), torch.tensor([1.0, 0.5, 1.0])
+    )
     torch.testing.assert_close(logprobs_n.exp(), torch.tensor([0.75, 0.9, 0.5]))
     expected = [-sum(p * math.log(p) for p in pair) for pair in ((0.25, 0.75), (0.1, 0.9), (0.5, 0.5))]
     torch.testing.assert_close(entropy_n, torch.tensor(expected))
@@ -131,7 +133,7 @@ def test_the_custom_loss_of_the_page_trains_as_it_stands(tmp_path: Path) -> None
     (settings,) = (tomllib.loads(text)["trainer"]["loss"] for text in section if "my_loss" in text)
     loss = make_loss(TrainerSettings(loss={**settings, "use": f"{tmp_path}/{settings['use']}"}))
     _, batch, logits_nv = make_case()
-    logprobs_n, _ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
+    logprobs_n, *_ = token_logprobs(logits_nv, batch.targets_n, batch.temperatures_n)
     value, lowered_n = loss(logprobs_n, batch, float(len(batch.at_n)))
     distance = (logprobs_n - batch.logprobs_n).detach().double()
     weight = torch.exp(distance) * torch.exp(-((distance / settings["options"]["width"]) ** 2))

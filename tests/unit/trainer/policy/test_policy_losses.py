@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tests.tiny import make_tiny_model
-from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
+from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
 from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.policy import forward
 from tidegate.trainer.policy.policy import Policy
 
 SETTINGS = {"max_grad_norm": 1e9, "learning_rate": 0.0}
@@ -222,6 +223,32 @@ def test_a_reference_of_another_vocabulary_is_refused(base, tmp_path):
     make_tiny_model(tmp_path / "small", vocab=40, hidden=32)
     with pytest.raises(StartError, match="vocabulary of 40"):
         Policy.load(base, TrainerSettings(reference_model=tmp_path / "small"))
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_a_teachers_likeliest_tokens_draw_the_policy_to_it(base, other, monkeypatch, limit):
+    """Without rewards. The divergence falls over all tokens, also if logits are computed in pieces."""
+    if limit:
+        monkeypatch.setattr(forward, "LOGITS_AT_ONCE", limit * VOCABULARY)
+    teacher = {"url": "http://t", "form": "distribution", "top_k": 8, "reward_weight": 0}
+    settings = TrainerSettings(teacher=teacher, group_size=1, learning_rate=0.003)
+    policy = Policy.load(base, settings)
+    model = Policy.load(other, TrainerSettings()).model
+    rows = make_group(np.random.default_rng(0), size=16, prompt=3, replies=(8, 8))
+    for row in rows:
+        row.advantages[:] = 0
+        with torch.no_grad():
+            logits = model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, :-1]
+        top = torch.log_softmax(logits, -1).topk(8)
+        before = np.zeros((1, 8))
+        row.teacher = np.zeros(len(row.ids), np.float32)
+        row.teacher_ids = np.concatenate([before, top.indices.numpy()]).astype(np.int32)
+        row.teacher_top = np.concatenate([before, top.values.numpy()]).astype(np.float32)
+    losses = [policy.update(rows, version=0)["loss"] for _ in range(15)]
+    assert 0 < losses[-1] < 0.3 * losses[0]
+    rows[2].teacher_ids = rows[2].teacher_top = None
+    with pytest.raises(TrainingError, match=r"has 0 likeliest tokens .* not 8 \(trainer.teacher.top_k\)"):
+        policy.update(rows, version=0)
 
 
 def test_rows_without_the_teachers_logprobs_are_refused(base):

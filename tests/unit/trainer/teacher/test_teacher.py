@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from tidegate.errors import TrainingError
 from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory
 from tidegate.trainer.teacher import teacher as teacher_module
 from tidegate.trainer.teacher.client import ScoreClient
 from tidegate.trainer.teacher.hint import Hint
@@ -35,6 +37,11 @@ Reply = Callable[[dict[str, Any]], Any]
 def value_of(ids: list[int], at: int) -> float:
     """The teacher's logprob of a token: it depends on the token and on all earlier ones."""
     return -float(sum(ids[:at]) + 100 * ids[at])
+
+
+def likeliest_of(ids: list[int], at: int, number: int) -> list[list[Any]]:
+    """The teacher's likeliest ids in place of a token."""
+    return [[-0.5 * rank - sum(ids[:at]), rank + ids[at], None] for rank in range(number)]
 
 
 @dataclass
@@ -68,9 +75,14 @@ class FakeTeacher:
             entries = [
                 [value_of(ids, at) if at > start else None, ids[at], None] for at in range(start, len(ids))
             ]
+            top = body.get("top_logprobs_num", 0)
+            likeliest = [entry[1:2] and likeliest_of(ids, at, top) for at, entry in enumerate(entries, start)]
+            meta = {"input_token_logprobs": entries, "input_top_logprobs": [None, *likeliest[1:]]}
             if callable(fault):
-                entries = fault(entries)
-            return JSONResponse({"meta_info": {"input_token_logprobs": entries}})
+                meta["input_token_logprobs"] = fault(entries)
+            if isinstance(fault, Mapping):
+                meta |= fault
+            return JSONResponse({"meta_info": meta})
         finally:
             self.open -= 1
 
@@ -170,6 +182,59 @@ async def test_what_was_scored_before_a_resume_is_not_asked_for_again() -> None:
         before = len(on.fake.asked)
         await score(on, scored)
         assert len(on.fake.asked) == before
+
+
+async def test_the_likeliest_tokens_are_recorded_for_exactly_their_token() -> None:
+    async with stage(form="distribution", top_k=3) as on:
+        scored = group()
+        for turn in scored.trajectories[0].turns[:1]:
+            turn.teacher_logprobs = np.zeros(
+                len(turn.output_ids), np.float32
+            )  # of another form, before a resume
+        await score(on, scored)
+    assert_scored(scored)
+    for trajectory in scored.trajectories:
+        for turn in trajectory.trainable_turns():
+            prompt = [int(one) for one in trajectory.prompt_ids(turn)]
+            ids = prompt + [int(one) for one in turn.output_ids]
+            expected = [pair for at in range(len(prompt), len(ids)) for pair in likeliest_of(ids, at, 3)]
+            assert turn.teacher_top_ids is not None
+            assert turn.teacher_top_logprobs is not None
+            assert turn.teacher_top_ids.tolist() == [pair[1] for pair in expected]
+            assert turn.teacher_top_logprobs.tolist() == [pair[0] for pair in expected]
+        for row in rows_of(decode_trajectory(orjson.loads(orjson.dumps(
+            encode_trajectory(trajectory), option=orjson.OPT_SERIALIZE_NUMPY
+        ))), 0.0):  # fmt: skip
+            assert row.teacher_ids is not None
+            assert (row.teacher_ids[row.mask, 0] == row.ids[row.mask]).all()
+            assert (row.teacher_ids[row.mask, 2] == row.ids[row.mask] + 2).all()
+
+
+@pytest.mark.parametrize(
+    ("top", "words"),
+    [
+        (None, "returned no likeliest tokens .* must support top_logprobs_num"),
+        ([None], "must support top_logprobs_num"),
+        ([None, *[[[-1.0, 3, None]]] * 99], "must support top_logprobs_num"),
+    ],
+)
+async def test_a_teacher_that_reports_no_likeliest_tokens_ends_the_run(top: Any, words: str) -> None:
+    async with stage(form="distribution", top_k=3) as on:
+        on.fake.faults = [{"input_top_logprobs": top}] * 9
+        with pytest.raises(TrainingError, match=words):
+            await score(on, group())
+
+
+@pytest.mark.parametrize("pair", [["x", 3, None], [None, 3, None], [-1.0], ["-inf", 3, None]])
+async def test_a_likeliest_token_without_a_value_is_asked_for_again(pair: list[Any]) -> None:
+    async with stage(form="distribution", top_k=1) as on:
+        scored = group(size=1)
+        turns = scored.trajectories[0].turns
+        del turns[1:]  # one request
+        on.fake.faults = [{"input_top_logprobs": [None, *[[pair]] * len(turns[0].output_ids)]}]
+        await score(on, scored)
+        assert on.teacher.failures == 1
+        assert turns[0].teacher_top_k == 1
 
 
 @pytest.mark.parametrize(
