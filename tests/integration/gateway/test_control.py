@@ -17,6 +17,7 @@ from tidegate.errors import ConfigError, GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
+from tidegate.gateway.http.summaries import SUMMARIES
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.server import serve
 from tidegate.service.serve import Listen
@@ -162,6 +163,10 @@ async def test_the_openapi_tells_of_every_route(stage: Stage) -> None:
     assert {"/v1/models", "/groups/lease", "/sessions/{session_id}/finish"} <= paths.keys()
     open_to_all = {path for path, ways in paths.items() for way in ways.values() if not way["security"]}
     assert open_to_all == {"/health", "/ready"}
+    described = {
+        f"{way.upper()} {path}": call["summary"] for path, ways in paths.items() for way, call in ways.items()
+    }
+    assert described == SUMMARIES
 
 
 @pytest.mark.parametrize(

@@ -202,12 +202,10 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/groups/erased")
     async def erased_groups() -> dict[str, list[str]]:
-        """Groups that clients erased, whose files the trainer erases."""
         return {"groups": gateway.groups.erased()}
 
     @app.post("/groups/lease", response_class=openapi.Msgpack)
     async def lease(request: Request, body: schemas.Lease) -> Response:
-        """A long poll."""
         groups = await unless_disconnected(
             request.receive,
             gateway.groups.lease(body.trainer_epoch, body.max, body.wait_s, body.key),
@@ -256,7 +254,6 @@ def _add_engines(app: FastAPI, gateway: Gateway) -> None:
 
     @app.put("/engines/candidate")
     async def set_candidate(body: schemas.SetCandidate) -> dict[str, str]:
-        """For trainers: the engines with a version that is not promoted yet."""
         gateway.set_candidate(body.engines, body.share)
         return {}
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
 from tidegate.gateway.http import schemas
+from tidegate.gateway.http.summaries import SUMMARIES
 from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
@@ -48,6 +49,10 @@ def describe(app: FastAPI) -> Schema:
     for path, reply, error, body in _data_plane():
         method = "get" if body is None else "post"
         document["paths"][f"/v1{path}"] = {method: _operation(path, reply, error, body)}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            operation["summary"] = SUMMARIES[f"{method.upper()} {path}"]
+            operation.pop("description", None)
     return document
 
 

@@ -22,7 +22,7 @@ REPORTABLE = (Outcome.AGENT_ERROR, Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome
 
 
 class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class PostReward(Body):
@@ -80,7 +80,7 @@ class WorkerFinish(AgentReport):
 class ToolArguments(Body):
     """Arguments of a tool, by name."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
 
 class AgentReply(Body):

@@ -1,0 +1,60 @@
+"""Writes llms.txt: every page of the navigation with its first sentence, for language models.
+
+    python -m docs.site.llms
+
+The generator's own llms.txt is a flat list; its Markdown copies of the pages are what this one links.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+from docs.site.prepare import PAGES
+from docs.site.sources import REPO
+
+CONFIG = REPO / "zensical.toml"
+HTML = REPO / "build" / "site" / "html"
+
+
+def navigation(entries: list[dict[str, Any]], section: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yields (section, title, page) of the entries of `nav`; the section is that of the top level."""
+    for entry in entries:
+        for title, target in entry.items():
+            if isinstance(target, list):
+                yield from navigation(target, section or title)
+            else:
+                yield section or title, title, target
+
+
+def project() -> dict[str, Any]:
+    """Returns the settings of the site."""
+    return dict(tomllib.loads(CONFIG.read_text(encoding="utf-8"))["project"])
+
+
+def first_sentence(text: str) -> str:
+    """Returns the first sentence of a page, without links; empty if it begins otherwise."""
+    first = text.partition("\n")[2].strip().split("\n\n")[0]
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first.split())).replace("**", "")
+    return re.split(r"(?<=[.!?])\s", plain)[0] if re.match(r"[A-Z`]", plain) else ""
+
+
+def llms_text() -> str:
+    """Returns the content of llms.txt."""
+    site = project()
+    lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
+    heading = ""
+    for section, title, page in navigation(site["nav"]):
+        if section != heading:
+            lines += ["", f"## {section}", ""]
+            heading = section
+        about = first_sentence((PAGES / page).read_text(encoding="utf-8"))
+        address = page if page == "index.md" else f"{page.removesuffix('.md')}/index.md"
+        lines.append(f"- [{title}]({site['site_url']}{address})" + (f": {about}" if about else ""))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (HTML / "llms.txt").write_text(llms_text(), encoding="utf-8")
