@@ -1,7 +1,7 @@
 # ruff: noqa: E501 - one fault per line
 """Mutation test of the admission core: checks that its tests detect each planted fault.
 
-Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `pool.py`, `clients.py`,
+Every fault is one line of `tidegate/trainer/admission/core.py` (or of `rules.py`, `state.py`, `outage.py`, `curriculum.py`, `clients.py`,
 `ledger/state.py`) changed in a copy of the package; then the core's own tests run on the copy. A fault that no test detects is a gap in the tests.
 
     python benchmarks/mutants.py [--json] [--only NAME]
@@ -22,15 +22,15 @@ from common import Check, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-CLIENTS, POOL = CORE.with_name("clients.py"), CORE.with_name("pool.py")
+CLIENTS, CURRICULUM = CORE.with_name("clients.py"), CORE.with_name("curriculum.py")
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, POOL, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, CURRICULUM, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
     "tests/unit/trainer/admission/test_blame.py",
     "tests/unit/trainer/admission/test_clients.py",
-    "tests/unit/trainer/admission/test_pool.py",
+    "tests/unit/trainer/admission/test_curriculum.py",
     "tests/unit/trainer/ledger/test_recovery.py",
     "tests/unit/trainer/ledger/test_versions.py",
 ]
@@ -61,11 +61,11 @@ FAULTS = [
     Fault("abandoned_beside_older_is_fresh", "last = oldest if newest is None else newest", "last = oldest"),
     Fault("reinstated_and_issued_again", "        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)\n", ""),
     Fault("reinstated_skips_tasks", "            self._recycled.append(self._new_ticket())\n", "            self._new_ticket()\n"),
-    Fault("reinstated_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self._ready_order.append(group.id)\n", ""),
+    Fault("reinstated_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self._leased_order.append(group.id)\n", ""),
     Fault("stopped_tasks_are_lost", "            self._recycled.append(TaskTicket(ticket.index, None, ticket.stale_retries))\n", "            pass\n"),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.version else", "return None if oldest is None else"),
     Fault("batch_takes_fewer", "if len(chosen) < size:", "if len(chosen) < 1:"),
-    Fault("batch_newest_first", "choose(self._ready_order,", "choose(reversed(self._ready_order),"),
+    Fault("batch_newest_first", "choose(self._leased_order,", "choose(reversed(self._leased_order),"),
     Fault("stale_is_never_replaced", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
     Fault("stale_is_replaced_for_ever", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if ticket is not None:"),
     Fault("replaced_twice", "            self._recycled.append(TaskTicket(ticket.index, group.id,", "            self._recycled.append(TaskTicket(ticket.index, group.id, 1))\n            self._recycled.append(TaskTicket(ticket.index, group.id,"),
@@ -135,11 +135,11 @@ FAULTS = [
     Fault("a_resume_forgets_what_was_chosen", "            self._recycled.extend(TaskTicket(index) for index in sorted(chosen) if index >= self._cursor)\n", ""),
     Fault("a_resume_issues_committed_tasks", "for index in sorted(chosen) if index >= self._cursor)", "for index in sorted(chosen))"),
     Fault("a_resume_chooses_again", "            self._cursor = max(self._cursor, 1 + max(chosen, default=-1))\n", ""),
-    Fault("a_resume_forgets_records", "        self.pool.restore(groups)\n", ""),
-    Fault("records_of_lost_steps_count", " and not group.lost", "", POOL),
-    Fault("records_are_out_of_order", "sorted(groups, key=lambda group: group.ended_at)", "groups", POOL),
+    Fault("a_resume_forgets_records", "        self.curriculum.restore(groups)\n", ""),
+    Fault("records_of_lost_steps_count", " and not group.lost", "", CURRICULUM),
+    Fault("records_are_out_of_order", "sorted(groups, key=lambda group: group.ended_at)", "groups", CURRICULUM),
     Fault("uniform_asks_for_tasks", "if task_at is not None and self.rules.floor < 1:", "if task_at is not None:"),
-    Fault("no_floor", "max(self.floor, (informative / unknown) ** SHARPNESS)", "(informative / unknown) ** SHARPNESS", POOL),
+    Fault("no_floor", "max(self.floor, (informative / unknown) ** SHARPNESS)", "(informative / unknown) ** SHARPNESS", CURRICULUM),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", ""),
 ]  # fmt: skip
 

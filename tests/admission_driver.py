@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.admission.pool import TaskPool
+from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
@@ -264,11 +264,14 @@ class World:
             live = any(place[0] in self.core.groups for place in self.running.values())
             assert live or self.core.outage.may_attempt()
 
-    def _check_pool(self) -> None:
+    def _check_curriculum(self) -> None:
         """Checks that the records of tasks are those that the ledger alone gives."""
-        past, pool = self._past(), TaskPool(1.0, self.rules.group_size, 0)
-        pool.restore(past.groups.values())
-        assert (self.core.pool.tasks, self.core.pool.kinds) == (pool.tasks, pool.kinds)
+        past, curriculum = self._past(), Curriculum(1.0, self.rules.group_size, 0)
+        curriculum.restore(past.groups.values())
+        assert (self.core.curriculum.tasks, self.core.curriculum.kinds) == (
+            curriculum.tasks,
+            curriculum.kinds,
+        )
         ended = [group for group in past.groups.values() if group.state is State.FILTERED]
         alike = {
             "solved": sum(group.solved == group.episodes for group in ended),
@@ -282,7 +285,7 @@ class World:
         for _ in range(events):
             self.event()
         self.check()
-        self._check_pool()
+        self._check_curriculum()
 
     def event(self) -> None:
         if not self.fuse and self.rng.random() < self.crash_rate:
@@ -441,7 +444,7 @@ class World:
         phases = {name: group.phase for name, group in self.core.groups.items()}
         self.ready = [name for name, phase in phases.items() if phase is Phase.READY]
         assert set(phases.values()) <= {Phase.READY, Phase.LEASED}
-        self._check_pool()
+        self._check_curriculum()
 
     def _past(self) -> LedgerState:
         past = LedgerState()

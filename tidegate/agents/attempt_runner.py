@@ -1,7 +1,7 @@
 """Worker: takes attempts from a gateway, runs an agent on them and finishes them.
 
-It is the process of a run's own agents as well as of `tidegate worker`. The agents have a thread and an event
-loop of their own, so that one that blocks it delays no heartbeat.
+The processes of a run's own agents run this code, and so does `tidegate worker`. The agents have a thread and
+an event loop of their own, so that an agent that blocks its loop delays no heartbeat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from tidegate.agents.base import Agent
-from tidegate.agents.worker import CappedLog, Worker
+from tidegate.agents.episode_runner import CappedLog, EpisodeRunner
 from tidegate.errors import GatewayError
 from tidegate.service.parent_death import end_with_parent
 from tidegate.service.process import run_together
@@ -40,7 +40,7 @@ FINISH_S = 120.0
 DELETED = (401, 404)
 """Status of a finish after the trainer dropped the attempt's group."""
 STOP_S = 5.0
-"""Seconds to give back the running attempts at the end."""
+"""Seconds to return the running attempts to the gateway at the end."""
 LATE_S, BLOCKED_S = 2.0, 5.0
 """Seconds after its deadline when an agent that blocks its event loop is reported, and ends the process."""
 GUARD_S = 0.5
@@ -72,9 +72,9 @@ class AttemptRunner:
         self._key = key
         self._concurrency = concurrency
         self._tell = tell
-        self._worker = Worker(agent, self._emit)
+        self._episodes = EpisodeRunner(agent, self._emit)
         self._agents = asyncio.new_event_loop()
-        """Event loop of the agents; all calls of `_worker` are made on it."""
+        """Event loop of the agents; all calls of `_episodes` are made on it."""
         self._keys: dict[str, tuple[str, str]] = {}
         """Address and key of each attempt that has not been finished."""
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
@@ -86,7 +86,10 @@ class AttemptRunner:
         self._told = ""
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop` is set; then give the running attempts back. Raises GatewayError if refused."""
+        """Run attempts until `stop` is set; then return the unfinished ones to the gateway.
+
+        Raises GatewayError if the gateway refuses the worker.
+        """
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._agents.run_forever, daemon=True, name="agents").start()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
@@ -99,7 +102,7 @@ class AttemptRunner:
             polling.cancel()
             ended = (await asyncio.gather(polling, return_exceptions=True))[0]
             if self._keys:
-                self._tell(f"giving back {len(self._keys)} attempts")
+                self._tell(f"returning {len(self._keys)} attempts to the gateway")
             await self._stop_agents()
             if self._finishing:
                 await asyncio.wait(self._finishing, timeout=STOP_S)
@@ -113,11 +116,11 @@ class AttemptRunner:
     async def _stop_agents(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_S):
-                await self._on_agents(self._worker.stop())
+                await self._on_agents(self._episodes.stop())
         await asyncio.sleep(0)  # the last events
 
     async def _leave(self) -> None:
-        """Give back what is left: attempts that were not finished in time, or that a cancelled poll took."""
+        """Return the unfinished attempts: not finished in time, or taken by a cancelled poll."""
         with contextlib.suppress(TimeoutError, GatewayError):  # they end without heartbeats, later
             async with asyncio.timeout(STOP_S):
                 await self._call(f"{self._url}/attempts/leave", self._key, {"worker": self.name})
@@ -127,7 +130,7 @@ class AttemptRunner:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._agents))
 
     async def _poll_all(self) -> None:
-        """Poll each shard of the gateway; the first response tells how many there are."""
+        """Poll each shard of the gateway; the first response has their number."""
         shards = await self._poll(0, wait_s=0.0)
         await run_together(self._keep_polling(shard) for shard in range(shards))
 
@@ -164,7 +167,7 @@ class AttemptRunner:
         end = time.monotonic() + attempt["deadline_s"] + BLOCKED_S
         if self._alarm is not None and end < self._alarm:
             self._set_alarm(end)
-        self._agents.call_soon_threadsafe(self._worker.start, name, attempt["task"], attempt)
+        self._agents.call_soon_threadsafe(self._episodes.start, name, attempt["task"], attempt)
 
     async def _send_heartbeats(self, attempt: str, url: str, interval_s: float) -> None:
         """Send heartbeats until the gateway has ended the attempt; then cancel the episode."""
@@ -179,16 +182,16 @@ class AttemptRunner:
     def _drop(self, attempt: str) -> None:
         """Cancel the episode of an attempt that the gateway has ended."""
         self._keys.pop(attempt, None)
-        self._agents.call_soon_threadsafe(self._worker.cancel, attempt)
+        self._agents.call_soon_threadsafe(self._episodes.cancel, attempt)
 
     async def guard(self) -> None:
         """End the process if an agent blocks its event loop, or the interpreter, beyond its deadline.
 
-        Where each thread was is then written to stderr, by a timer that needs no interpreter.
+        A timer that needs no interpreter then writes the stack of each thread to stderr.
         """
         self._alarm = math.inf
         while True:
-            jobs, now = list(self._worker.jobs.values()), time.monotonic()
+            jobs, now = list(self._episodes.jobs.values()), time.monotonic()
             for job in jobs:
                 if now - job.deadline > LATE_S:
                     why = "the agent blocked its process beyond its deadline"
@@ -230,7 +233,7 @@ class AttemptRunner:
             self._tell(f"an attempt could not be finished: no response for {FINISH_S:g} s")
 
     def _tell_once(self, text: str) -> None:
-        """Show a line that does not repeat the last such one."""
+        """Show a line, unless it equals the previous one."""
         if text != self._told:
             self._told = text
             self._tell(text)

@@ -96,7 +96,7 @@ async def test_a_worker_process_runs_attempts_and_gives_them_back_at_its_end(
         summary = await stage.client.result(session_id)
         assert (summary.outcome, summary.error) == (Outcome.CANCELLED, "the episode was cancelled")
         assert await asyncio.to_thread(waiting.process.wait, 20) == 0
-        assert "giving back 1 attempts" in waiting.log
+        assert "returning 1 attempts to the gateway" in waiting.log
 
 
 async def test_a_worker_that_ends_before_its_poll_was_answered_gives_the_attempt_back(

@@ -154,7 +154,7 @@ WRONG = {
     "cancel itself": "cancelled itself",
     "number": "returned int",
     "long": "2,000,000 characters",
-    "metrics": "has more than 100 metrics",
+    "metrics": "the limit is 100 metrics",
 }
 
 
@@ -261,7 +261,7 @@ async def test_what_agents_print_goes_to_the_log_and_is_bounded(worker: Agents, 
 
 def test_a_log_takes_so_much_and_no_more() -> None:
     code = (
-        "from tidegate.agents.worker import CappedLog; import sys\n"
+        "from tidegate.agents.episode_runner import CappedLog; import sys\n"
         "sys.stdout = CappedLog(sys.stdout, 10)\n"
         "for _ in range(100): print('12345678')"
     )

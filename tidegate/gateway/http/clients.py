@@ -1,4 +1,4 @@
-"""Serves the calls of clients with a project key, which form groups of episodes (docs/clients.md)."""
+"""Serves the calls of clients with a project key, which form groups of episodes (docs/groups.md)."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal
+from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.outage import Outage
-from tidegate.trainer.admission.pool import TaskPool
 from tidegate.trainer.admission.rules import AttemptVerdict, Rules
 from tidegate.trainer.admission.state import (
     AdmissionProgress,
@@ -81,7 +81,7 @@ class Admission:
         """Since the last step."""
         self.filtered_alike: Counter[str] = Counter()
         """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
-        self.pool = TaskPool(rules.floor, rules.group_size, rules.seed, step)
+        self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
         self._record = record
         self._cursor = 0
@@ -91,7 +91,7 @@ class Admission:
         self._number = 0
         self._running = 0
         self._attempts: dict[str, tuple[str, int]] = {}
-        self._ready_order: deque[str] = deque()
+        self._leased_order: deque[str] = deque()
 
     # ------------------------------------------------------------------ starting
 
@@ -132,7 +132,7 @@ class Admission:
         if self._recycled:
             return self._recycled.popleft()
         if task_at is not None and self.rules.floor < 1:
-            while not self.pool.accepts(self._cursor, task_at(self._cursor)):
+            while not self.curriculum.accepts(self._cursor, task_at(self._cursor)):
                 self._cursor += 1
         return self._new_ticket()
 
@@ -305,7 +305,7 @@ class Admission:
             raise LedgerError(f"cannot lease group {group_id}: it is {group.phase}, not ready")
         group.phase = Phase.LEASED
         group.oldest, group.newest, group.solved = oldest, newest, solved
-        self._ready_order.append(group_id)
+        self._leased_order.append(group_id)
 
     def accept(self, group: Group) -> str | None:
         """Take in a group that a client formed, as leased. Returns the reason if it is refused.
@@ -313,7 +313,7 @@ class Admission:
         A refused group is in no ledger entry. An accepted one is not issued again, however it ends.
         """
         oldest, newest = group.oldest_version(), group.newest_version()
-        waiting = sum(self.groups[group_id].client == group.client for group_id in self._ready_order)
+        waiting = sum(self.groups[group_id].client == group.client for group_id in self._leased_order)
         admissible = self.admissible(oldest, newest)
         why = refusal(group, self.rules, self.version, waiting, admissible=admissible)
         if why is not None:
@@ -361,7 +361,7 @@ class Admission:
 
     def sweep(self) -> list[str]:
         """End every leased group that is too stale now, and return their ids."""
-        leased = [self.groups[group_id] for group_id in self._ready_order]
+        leased = [self.groups[group_id] for group_id in self._leased_order]
         stale = [group.id for group in leased if not self.admissible(group.oldest, group.newest)]
         for group_id in stale:
             self.end_stale(group_id)
@@ -374,11 +374,11 @@ class Admission:
         """
         self.sweep()
         size = self.rules.groups_per_batch if number is None else number
-        chosen = choose(self._ready_order, self.groups, size, self.rules.client_limit(size))
+        chosen = choose(self._leased_order, self.groups, size, self.rules.client_limit(size))
         if len(chosen) < size:
             return None
         taken = set(chosen)
-        self._ready_order = deque(group_id for group_id in self._ready_order if group_id not in taken)
+        self._leased_order = deque(group_id for group_id in self._leased_order if group_id not in taken)
         staleness = []
         for group_id in chosen:
             group = self.groups[group_id]
@@ -390,7 +390,7 @@ class Admission:
 
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record an optimiser step on the batch; its groups make room at the next publish."""
-        self.steps_done = self.pool.step = step
+        self.steps_done = self.curriculum.step = step
         self.filtered_in_a_row = 0
         untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
@@ -508,7 +508,7 @@ class Admission:
             TaskTicket(ticket.index, None, ticket.stale_retries) for ticket in progress.tickets
         )
         groups = list(groups)
-        self.pool.restore(groups)
+        self.curriculum.restore(groups)
         for group in groups:
             if group.state is State.FILTERED:
                 self._count_filtered(group.solved, group.episodes)
@@ -524,7 +524,7 @@ class Admission:
         """
         self.groups[group.id] = group
         if group.phase is Phase.LEASED:
-            self._ready_order.append(group.id)
+            self._leased_order.append(group.id)
         for number, slot in enumerate(group.slots):
             if slot.done is not None:
                 self._attempts[slot.done] = (group.id, number)
@@ -543,7 +543,7 @@ class Admission:
         if group.phase is Phase.RUNNING:
             self._running -= sum(not slot.settled(self.rules) for slot in group.slots)
         elif group.phase is Phase.LEASED:
-            self._ready_order.remove(group.id)
+            self._leased_order.remove(group.id)
 
     def _record_end(self, group: GroupState, state: State, **details: object) -> None:
         """Record the ends of a group's attempts, then its own: no attempt is live in an ended group."""
@@ -559,7 +559,7 @@ class Admission:
         self._record(entry("group", "ended", id=group.id, state=state.value, **details))
         if group.solved is not None and group.ticket is not None:
             episodes = len(group.successful_attempts())
-            self.pool.observe(group.task, group.task_kind, group.solved, episodes, self.steps_done)
+            self.curriculum.observe(group.task, group.task_kind, group.solved, episodes, self.steps_done)
 
     def _end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object

@@ -1,4 +1,4 @@
-"""REINFORCE with truncated importance weights, the default.
+"""REINFORCE with truncated importance weights.
 
 advantage       reward less the group's mean, ÷ the group's standard deviation
 ratio           π_θ/μ of the token (`level = "token"`), or the product over its row (`level = "sequence"`)

@@ -28,8 +28,9 @@ from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 MAX_QUARANTINED_IN_A_ROW = 10_000
-RUN_ENDED = "the run ended before a batch had the group"
 """Number of quarantined tasks in a row after which all tasks are assumed to be quarantined."""
+RUN_ENDED = "the run ended before a batch had the group"
+"""Reason in the status of a client's group that no batch took."""
 
 
 class Tasks(Protocol):

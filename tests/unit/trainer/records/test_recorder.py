@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
 from tidegate.settings.teacher import TeacherSettings
-from tidegate.trainer.admission.pool import TaskPool
+from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, failure_cause
@@ -211,9 +211,9 @@ def _of_what_was_lost() -> dict[str, float]:
 
 
 def _of_a_curriculum() -> dict[str, float]:
-    pool = TaskPool(0.5, 2, 0)
-    assert pool.accepts(0, Task("t1", "test", []))
-    return pool.metrics()
+    curriculum = Curriculum(0.5, 2, 0)
+    assert curriculum.accepts(0, Task("t1", "test", []))
+    return curriculum.metrics()
 
 
 def _of_failures() -> dict[str, float]:

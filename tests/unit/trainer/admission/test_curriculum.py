@@ -1,4 +1,4 @@
-"""The task pool: estimates, decisions, and that a resumed run decides as the one that was killed."""
+"""The curriculum: estimates, decisions, and that a resumed run makes the decisions of the killed one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import load_settings
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.pool import TaskPool
+from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry
@@ -26,8 +26,8 @@ from tidegate.types import Group, Outcome, Task
 SIZE = 8
 
 
-def pool(floor: float = 0.05, seed: int = 0) -> TaskPool:
-    return TaskPool(floor, SIZE, seed)
+def curriculum(floor: float = 0.05, seed: int = 0) -> Curriculum:
+    return Curriculum(floor, SIZE, seed)
 
 
 def task(id: str, kind: str = "k") -> Task:
@@ -42,13 +42,13 @@ def with_rewards(*rewards: float) -> Group:
 
 
 def test_an_unknown_task_has_a_uniform_solve_rate() -> None:
-    assert pool().estimate("t", "k") == (1.0, 1.0)
-    assert pool().informative("t", "k") == pytest.approx(1 - 2 / (SIZE + 1))
+    assert curriculum().estimate("t", "k") == (1.0, 1.0)
+    assert curriculum().informative("t", "k") == pytest.approx(1 - 2 / (SIZE + 1))
 
 
 @given(st.lists(st.tuples(st.integers(0, SIZE), st.booleans()), max_size=6))
 def test_the_probability_is_that_of_a_beta_binomial_distribution(groups: list[tuple[int, bool]]) -> None:
-    tasks = pool()
+    tasks = curriculum()
     for solved, own in groups:
         tasks.observe("t" if own else "other", "k", solved, SIZE, 0)
     a, b = tasks.estimate("t", "k")
@@ -58,7 +58,7 @@ def test_the_probability_is_that_of_a_beta_binomial_distribution(groups: list[tu
 
 
 def test_what_was_always_solved_or_never_teaches_less_than_what_is_undecided() -> None:
-    tasks = pool()
+    tasks = curriculum()
     for name, solved in (("easy", SIZE), ("middle", SIZE // 2), ("hard", 0)):
         tasks.observe(name, name, solved, SIZE, 0)
     easy, middle, hard = (tasks.informative(name, name) for name in ("easy", "middle", "hard"))
@@ -68,7 +68,7 @@ def test_what_was_always_solved_or_never_teaches_less_than_what_is_undecided() -
 
 
 def test_the_last_group_counts_most_and_the_kind_is_the_prior_of_a_new_task() -> None:
-    tasks = pool()
+    tasks = curriculum()
     for solved in (0, 0, SIZE, SIZE):
         tasks.observe("t", "k", solved, SIZE, 0)
     a, b = tasks.estimate("t", "k")
@@ -82,7 +82,7 @@ def test_the_last_group_counts_most_and_the_kind_is_the_prior_of_a_new_task() ->
 
 
 def test_a_task_that_is_always_solved_is_issued_as_often_as_the_floor_says() -> None:
-    tasks = pool(floor=0.2)
+    tasks = curriculum(floor=0.2)
     for _ in range(10):
         tasks.observe("t", "env/k", SIZE, SIZE, 0)
     issued = sum(tasks.accepts(index, task("t", "k")) for index in range(4000))
@@ -96,7 +96,7 @@ def test_a_task_that_is_always_solved_is_issued_as_often_as_the_floor_says() -> 
 
 
 def test_unknown_and_undecided_tasks_are_always_issued() -> None:
-    tasks = pool(floor=0.01)
+    tasks = curriculum(floor=0.01)
     assert all(tasks.accepts(index, task("new")) for index in range(200))
     tasks.observe("t", "env/k", SIZE // 2, SIZE, 0)
     assert all(tasks.accepts(index, task("t")) for index in range(200))
@@ -108,7 +108,7 @@ def test_a_uniform_run_asks_for_no_task_and_passes_none_over() -> None:
     admission = Admission(Rules(1, 2, 2, 0), lambda _: None)
     indices = [admission.next_ticket(lambda index: 1 / 0).index for _ in range(5)]  # type: ignore[arg-type, return-value]
     assert indices == list(range(5))
-    assert admission.pool.metrics() == {}
+    assert admission.curriculum.metrics() == {}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_kind_of_a_task_is_named_by_its_info(info: dict[str, object], kind: 
     assert Task("t", "env", [], info=info).kind == kind
 
 
-def test_settings_reach_the_pool() -> None:
+def test_settings_reach_the_curriculum() -> None:
     def rules(*overrides: str) -> Rules:
         return Rules.of(load_settings(None, ["--model.path=m", *overrides]))
 

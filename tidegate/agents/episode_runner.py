@@ -1,4 +1,4 @@
-"""Runs the episodes of one process on its event loop."""
+"""Runs the episodes of one worker process on its event loop: deadlines, cancellation, results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidegate.types import TaskView
 MAX_OUTPUT = 1_000_000
 """Limit of an output, in characters."""
 MAX_METRICS = 100
-"""Limit of an episode's metrics, and of the characters of their names."""
+"""Limit of the number of an episode's metrics, and of the characters in a name."""
 MAX_LOG = 64_000_000
 """Characters that the agents of one process may print; further output is dropped."""
 MAX_ERROR = 2_000
@@ -37,7 +37,7 @@ class EpisodeJob:
 
 
 @dataclass(slots=True)
-class Worker:
+class EpisodeRunner:
     """Runs episodes concurrently; each ends with exactly one `done` event."""
 
     agent: Agent
@@ -102,7 +102,10 @@ def checked(result: str | Result | None) -> Result:
         # A str may contain lone surrogates, which cannot be encoded.
         output = output.encode("utf-8", "replace").decode("utf-8")
     if len(result.metrics) > MAX_METRICS or any(len(str(name)) > MAX_METRICS for name in result.metrics):
-        raise ValueError(f"the agent has more than {MAX_METRICS} metrics, or a name of more characters")
+        raise ValueError(
+            f"the agent returned {len(result.metrics)} metrics, or one with a long name; the limit is "
+            f"{MAX_METRICS} metrics, with names of {MAX_METRICS} characters"
+        )
     reward = None if result.reward is None else float(result.reward)
     return Result(output, reward, {str(name): float(value) for name, value in result.metrics.items()})
 

@@ -1,13 +1,13 @@
-"""Task pool: what is known of each task's solve rate, and which tasks are passed over.
+"""Curriculum: estimates the solve rate of each task, and decides which tasks are passed over.
 
 The solve rate of a task has a Beta distribution, from the groups of the task and of all tasks of its kind
-that have ended. From it follows the probability that the rewards of a new group differ, so that it teaches
-something. With the curriculum `difficulty`, a task for which it is as high as for an unknown one is always
-issued, others less often, but at least with the floor. The sequence of tasks stays that of the environment;
-some of them are passed over.
+that have ended. It gives the probability that the rewards of a new group differ, so that the group is not
+filtered. With the curriculum `difficulty`, a task is always issued if this probability is as high as for a
+task without a record; otherwise less often, but with at least the probability `floor`. The order of the tasks
+stays that of the environment; some of them are passed over.
 
-The decision about an index depends on the ledger and the seed alone, so a resumed run decides as the one that
-was killed.
+The decision about an index depends on the ledger and the seed alone, so a resumed run makes the same
+decisions as the killed one.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.types import Task
 
 TASK_MEMORY = 0.25
-"""What a task's record keeps of its earlier episodes at each further group, as the policy improves."""
+"""Factor of a task's earlier episodes at each further group, as the policy improves."""
 KIND_MEMORY = 0.8
-"""What a kind's record keeps of its earlier episodes at each step."""
+"""Factor of a kind's earlier episodes at each step."""
 SHARPNESS = 2
-"""A task that is half as likely to teach as an unknown one is issued with the probability 2 to the power of
-minus this."""
+"""A task whose group is half as likely to have different rewards as that of a task without a record is issued
+with the probability 2 to the power of minus this."""
 PRIOR_EPISODES = 4.0
 """Number of episodes for which a kind's solve rate counts in the estimate of one of its tasks."""
 
@@ -49,8 +49,8 @@ UNKNOWN = SolveRecord()
 
 
 @dataclass(slots=True)
-class TaskPool:
-    """The records of tasks and kinds.
+class Curriculum:
+    """Solve records of tasks and kinds, and the decisions that follow from them.
 
     Args:
         floor: Least probability with which a task is issued.
