@@ -102,7 +102,7 @@ class Training:
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
         self.tokens, self.teacher = TokenCounts(), teacher
         self._began = time.monotonic()
-        files, judge = TrajectoryFiles(self.dir), JudgeRecord(observer.note)
+        files, judge = TrajectoryFiles(self.dir), JudgeRecord()
 
         def save(trajectory: Trajectory, state: State) -> None:
             judge.add([trajectory])

@@ -19,6 +19,7 @@ from tidegate.viewer.console import SafeConsole, Terminal
 from tidegate.viewer.formatting import duration, known, number, printable, smoothed, sparkline
 from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
+from tidegate.viewer.signs.watch import watch_of_run
 from tidegate.viewer.summary import ACCENT, final_summary
 
 REFRESHES_PER_S = 2.0
@@ -69,6 +70,7 @@ class LiveView:
             self.live_state.info = dict(info)
             if info.get("resumed_from") is not None:
                 self.live_state.note(f"resumed from step {info['resumed_from']}", self._clock())
+                self.live_state.signs = watch_of_run(Path(str(info["dir"])) if info.get("dir") else None)
         self._live.start()
 
     def note(self, text: str) -> None:
@@ -122,6 +124,8 @@ def screen(state: LiveState, clock: float, width: int) -> RenderableType:
         "groups": _groups(state, GROUP_STAGES),
         "": _groups(state, GROUP_ENDINGS),
     }
+    if state.signs.current:
+        rows["warnings"] = Text(", ".join(state.signs.current), "yellow")
     for name, row in rows.items():
         table.add_row(name, row)
     body = [_head(state, clock), Text(""), table, Text(""), *_news(state)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidegate.viewer.formatting import known
+from tidegate.viewer.signs.watch import SignWatch
 
 KEPT = 2_000
 """Steps whose numbers are kept for trends."""
@@ -54,6 +55,7 @@ class LiveState:
     """An activity, its completed parts, and the number of its parts."""
     sampled: Rate = field(default_factory=lambda: Rate(10.0))
     ticks: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=21))
+    signs: SignWatch = field(default_factory=SignWatch)
 
     @property
     def at(self) -> int:
@@ -62,6 +64,8 @@ class LiveState:
 
     def add_state(self, snapshot: Mapping[str, float], clock: float) -> None:
         self.now.update(snapshot)
+        if (sign := self.signs.state(snapshot)) is not None:
+            self.note(f"warning: {sign}", clock)
         total = known(snapshot.get("tokens/sampled_total"))
         if total is not None:
             self.sampled.add(clock, total)
@@ -79,6 +83,8 @@ class LiveState:
         for key, value in numbers.items():
             self.trends.setdefault(key, deque(maxlen=KEPT)).append(value)
         self.ticks.append((clock, self.at))
+        for sign in self.signs.step(numbers):
+            self.note(f"warning: {sign}", clock)
         scores = {key: value for key, value in numbers.items() if key.startswith("eval/")}
         if scores:
             self.first_eval = {**scores, **self.first_eval}

@@ -10,6 +10,7 @@ from tidegate.observer import GROUP_STAGES
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import duration, known, number, printable
 from tidegate.viewer.live_state import Rate
+from tidegate.viewer.signs.watch import SignWatch, watch_of_run
 from tidegate.viewer.summary import SCORES, final_summary
 
 QUIET_S = 30.0
@@ -36,6 +37,7 @@ class PlainView:
         self._run_dir: Path | None = None
         self._progress: tuple[str, float] | None = None
         self._sampled = Rate(10.0)
+        self._signs = SignWatch()
 
     def started(self, info: Mapping[str, object]) -> None:
         self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
@@ -44,6 +46,7 @@ class PlainView:
         self._print(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
         if info.get("resumed_from") is not None:
             self._print(f"resumed from step {info['resumed_from']}")
+            self._signs = watch_of_run(self._run_dir)
 
     def note(self, text: str) -> None:
         self._print(text)
@@ -62,6 +65,8 @@ class PlainView:
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         self._count(snapshot)
+        if (sign := self._signs.state(snapshot)) is not None:
+            self._print(f"warning: {sign}")
         if self._clock() - self._printed_at < QUIET_S:
             return
         stages = ", ".join(
@@ -82,6 +87,8 @@ class PlainView:
         ]
         if scores:
             self._print(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
+        for sign in self._signs.step(metrics):
+            self._print(f"warning: {sign}")
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         total = known(numbers.get("tokens/sampled_total"))

@@ -25,6 +25,7 @@ from tidegate.viewer.formatting import duration, number, printable
 from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
 from tidegate.viewer.run_files import RunFiles, read_run
+from tidegate.viewer.signs.watch import watch_of
 from tidegate.viewer.summary import SCORES, continue_command, next_steps, problems
 from tidegate.viewer.transcripts import choose
 
@@ -95,6 +96,7 @@ def render(run: RunFiles, counts: LedgerCounts | None, service: Mapping[str, Any
         style_hash=_hash(style),
         script_hash=_hash(script),
         scores=scores(run),
+        signs=watch_of(run.rows).current.values(),
         banners=[printable(text) for text in banners(run, counts)],
         tiles=list(tiles(run, counts)),
         reward=reward_chart(run),

@@ -16,6 +16,7 @@ from tidegate.program import program
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import known, number, printable
 from tidegate.viewer.run_files import evaluations, read_settings
+from tidegate.viewer.signs.watch import watch_of_run
 from tidegate.viewer.transcripts import as_text, choose
 
 ACCENT = "cyan"
@@ -49,7 +50,7 @@ def final_summary(out: SafeConsole, result: Mapping[str, object], run_dir: Path 
     """Prints how a run ended; reads the run's evaluations for the episodes."""
     parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
     if run_dir is not None:
-        parts += _episodes(run_dir)
+        parts += [*_signs(run_dir), *_episodes(run_dir)]
     out.show(Group(*parts))
     out.show(Text("Next steps", f"bold {ACCENT}"))
     for purpose, command in next_steps(result, run_dir):
@@ -83,6 +84,12 @@ def _scores(result: Mapping[str, object]) -> RenderableType:
     if not table.row_count:
         return Text("No evaluation was made.", "dim")
     return Group(Text("Mean reward before → after", f"bold {ACCENT}"), table)
+
+
+def _signs(run_dir: Path) -> list[RenderableType]:
+    """Returns the signs that hold at the end of the run."""
+    signs = [Text(f"  {held.sign}") for held in watch_of_run(run_dir).current.values()]
+    return [Text("Warnings", "bold yellow"), *signs, Text("")] if signs else []
 
 
 def _episodes(run_dir: Path) -> list[RenderableType]:

@@ -455,3 +455,26 @@ def test_the_server_needs_no_torch(small: Path) -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_overview_has_the_signs_that_hold_and_those_that_ended(growing: Writer) -> None:
+    """Steps 4 to 13 repeat themselves more than steps 1 to 3; those from step 40 on do not."""
+
+    def write(steps: range, share: float) -> None:
+        for step in steps:
+            growing.metrics(step, **{"repetition/mean": share})
+
+    with client_of(growing.dir) as client:
+        ask = asking(client)
+        write(range(4, 14), 0.1)
+        assert ask("overview")["signs"] == []
+        write(range(14, 40), 0.4)
+        [sign] = ask("overview")["signs"]
+        assert (sign["name"], sign["since"], sign["until"], sign["metric"]) == (
+            "repetition", 23, 39, "repetition/mean",
+        )  # fmt: skip
+        assert sign["numbers"] == "share of repeated 4-grams 0.400 in steps 30–39, 0.100 in steps 4–13"
+        write(range(40, 70), 0.1)
+        found = ask("overview")
+        assert not found["signs"]
+        assert [(one["since"], one["until"]) for one in found["past_signs"]] == [(23, 44)]

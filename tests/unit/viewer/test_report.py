@@ -442,3 +442,20 @@ def test_in_a_browser_the_script_runs_and_no_text_does(tmp_path: Path) -> None:
     assert dom.count('class="tip"') == dom.count("data-chart=")  # our own script ran
     assert "Content Security Policy" not in done.stderr
     assert html.escape("<img src=x", quote=False) in dom
+
+
+def test_signs_are_on_the_page_with_numbers_threshold_and_remedy(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=40)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert "repeated 4-grams" not in write_report(run).read_text()
+    for row in rows:
+        row["repetition/mean"] = 0.1 if row["step"] <= 20 else 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = " ".join(Page(write_report(run).read_text()).words)
+    for part in (
+        "Repetition",
+        "share of repeated 4-grams 0.500",
+        "a rise of 0.15",
+        "Read the longest episodes",
+    ):
+        assert part in text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,29 +20,18 @@ FEWEST = 64
 """Episodes without which nothing is compared."""
 FEWEST_OTHERS = 16
 """Episodes whose own reward is not the most frequent one, without which the agreement is unknown."""
-LOW = 0.3
-"""Agreement below which a run warns."""
-FALL = 0.4
-"""Fall of the agreement from its highest value above which a run warns."""
 SIGNIFICANT = 3.0
 """Standard errors between the halves of the window above which a mean has changed."""
 
 
 class JudgeRecord:
-    """Collects what the judge reported with each episode.
+    """Collects what the judge reported with each episode."""
 
-    Args:
-        note: Shows a warning.
-    """
-
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self._note = note
+    def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._seconds: list[float] = []
         self._pairs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         """The judge's score and the environment's own reward of an episode, the oldest first."""
-        self._highest = -1.0
-        self._warned: set[str] = set()
 
     def add(self, episodes: Iterable[Trajectory]) -> None:
         """Add episodes that have ended, each once. Those without a judge change nothing."""
@@ -56,7 +45,7 @@ class JudgeRecord:
                 self._pairs.append((episode.reward_parts[PART], metrics[OWN]))
 
     def metrics(self) -> dict[str, float]:
-        """Return the costs since the last call and the agreement; empty without a judge. May warn."""
+        """Return the costs since the last call and the agreement; empty without a judge."""
         if not self._seconds and not self._pairs:
             return {}
         metrics = {PREFIX + name: float(self._counts[name]) for name in COUNTS}
@@ -71,30 +60,11 @@ class JudgeRecord:
         if len(pairs) < FEWEST:
             return {}
         diverging = _changed(pairs[:, 0]) > SIGNIFICANT and _changed(pairs[:, 1]) < -SIGNIFICANT
-        self._warn(
-            "diverging", diverging,
-            f"over the last {len(pairs)} episodes the judge's scores rose while the environment's own reward "
-            "fell: the policy may exploit the judge (docs/judges.md)",
-        )  # fmt: skip
         metrics = {"judge/diverging": float(diverging)}
         _, counts = np.unique(pairs[:, 1], return_counts=True)
         if len(pairs) - counts.max() < FEWEST_OTHERS:
             return metrics
-        agreement = somers_d(pairs[:, 0], pairs[:, 1])
-        self._highest = max(self._highest, agreement) if len(pairs) == WINDOW else self._highest
-        self._warn(
-            "agreement", agreement < max(LOW, self._highest - FALL),
-            f"the judge agrees little with the environment's own reward: {agreement:.2f} over the last "
-            f"{len(pairs)} episodes, at most {max(self._highest, agreement):.2f} before (judge/agreement; "
-            "docs/judges.md)",
-        )  # fmt: skip
-        return metrics | {"judge/agreement": agreement}
-
-    def _warn(self, what: str, holds: bool, text: str) -> None:
-        """Show a warning when its condition begins to hold."""
-        if holds and what not in self._warned:
-            self._note(text)
-        (self._warned.add if holds else self._warned.discard)(what)
+        return metrics | {"judge/agreement": somers_d(pairs[:, 0], pairs[:, 1])}
 
 
 def somers_d(scores: npt.NDArray[np.float64], rewards: npt.NDArray[np.float64]) -> float:

@@ -31,7 +31,7 @@ class Recorder:
     observer: Observer
     snapshot: Callable[[], dict[str, float]]
     version: Callable[[], int]
-    judge: JudgeRecord = field(default_factory=lambda: JudgeRecord(lambda _: None))
+    judge: JudgeRecord = field(default_factory=JudgeRecord)
     _steps_at: dict[int, int] = field(default_factory=dict)
     """Version → number of optimiser steps in its weights."""
     _previous: dict[str, float] = field(init=False)

@@ -19,6 +19,7 @@ from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.ledger import LedgerCounts, apply_entries, committed, count
 from tidegate.viewer.run_files import Row, RunFiles, enter_row, not_json, read_settings, run_directory
+from tidegate.viewer.signs.watch import SignWatch
 
 FRESH_S = 0.3
 """Minimum time between two reads of the files."""
@@ -55,6 +56,7 @@ class FollowedRun:
         self.ledger = LedgerState()
         self.clients = ClientRecords()
         self.history = VersionHistory()
+        self.signs = SignWatch()
         self._coarse = Downsampled()
         self._metrics_tail = Tail(run_dir / "metrics.jsonl")
         self._ledger_tail = Tail(run_dir / "ledger.jsonl")
@@ -103,8 +105,10 @@ class FollowedRun:
         if self._metrics_tail.restarted():
             self._restarts += 1
             self.files.rows, self.files.redone = [], []
+            self.signs = SignWatch()
         for line in self._metrics_tail.objects():
             enter_row(self.files.rows, self.files.redone, line)
+            self.signs.step(line)
 
     def _read_ledger(self) -> None:
         if self._ledger_tail.restarted():

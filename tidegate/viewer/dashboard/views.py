@@ -27,6 +27,8 @@ Number = Annotated[int, Query(ge=0, lt=2**53)]
 Most = Annotated[int, Query(ge=1, le=1000)]
 Tokens = Annotated[int, Query(ge=1, le=20_000)]
 
+MOST_PAST_SIGNS = 20
+
 STEP_COLUMNS = {
     "step": "step",
     "version": "version",
@@ -76,6 +78,8 @@ def _overview(run: FollowedRun) -> Wire:
     return {
         "opening": opening(files),
         "banners": [printable(text) for text in (*banners(files, counts, progress=False), *run.remarks())],
+        "signs": [held.to_wire() for held in run.signs.current.values()],
+        "past_signs": [held.to_wire() for held in run.signs.past[-MOST_PAST_SIGNS:]],
         "scores": scores(files),
         "tiles": list(tiles(files, counts)),
         "reward": reward_chart(curves),

@@ -1,4 +1,4 @@
-"""A judge's costs in the metrics, and the warnings about its agreement with the verifier."""
+"""A judge's costs in the metrics, and its agreement with the verifier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def episode(judge: float, own: float | None = None, **costs: float) -> Trajector
 
 
 def test_costs_are_summed_since_the_last_line() -> None:
-    record = JudgeRecord(lambda _: None)
+    record = JudgeRecord()
     assert record.metrics() == {}, "there is no judge"
     record.add([episode(0.5, calls=2, errors=1, prompt_tokens=20, completion_tokens=6, seconds=3.0)])
     failed = episode(0.5, calls=3, errors=3, seconds=1.0)
@@ -40,44 +40,36 @@ def test_the_costs_are_no_metrics_of_an_episode() -> None:
     assert list(custom_metrics([episode(0.5, 1.0, calls=1)])) == ["reward/judge"]
 
 
-def test_a_judge_that_agrees_gives_no_warning() -> None:
-    notes: list[str] = []
-    record, rng = JudgeRecord(notes.append), random.Random(0)
+def test_a_judge_that_agrees_does_not_diverge() -> None:
+    record, rng = JudgeRecord(), random.Random(0)
     for phase in range(10):
         own = [float(rng.random() < 0.5 + phase / 25) for _ in range(WINDOW // 4)]
         record.add(episode(abs(one - (rng.random() < 0.1)), one, seconds=1.0) for one in own)
         metrics = record.metrics()
         assert metrics["judge/agreement"] > 0.6
         assert metrics["judge/diverging"] == 0.0
-    assert notes == []
 
 
-def test_an_agreement_that_falls_is_warned_of_once() -> None:
-    notes: list[str] = []
-    record, rng = JudgeRecord(notes.append), random.Random(0)
+def test_the_agreement_is_that_of_the_newest_episodes() -> None:
+    record, rng = JudgeRecord(), random.Random(0)
     for phase in range(8):
         for _ in range(WINDOW // 2):
             own = float(rng.random() < 0.5)
             record.add([episode(own if phase < 3 else rng.random(), own, seconds=1.0)])
         metrics = record.metrics()
     assert metrics["judge/agreement"] < 0.3
-    [note] = notes
-    assert "agrees little" in note
-    assert "1.00 before" in note
 
 
-def test_a_judge_that_rises_while_the_verifier_falls_is_warned_of() -> None:
-    notes: list[str] = []
-    record, rng = JudgeRecord(notes.append), random.Random(0)
+def test_a_judge_that_rises_while_the_verifier_falls_diverges() -> None:
+    record, rng = JudgeRecord(), random.Random(0)
     for number in range(WINDOW):
         good = rng.random() < 1 - number / WINDOW
         record.add([episode(min(1.0, 0.3 * good + number / WINDOW), float(good), seconds=1.0)])
     assert record.metrics()["judge/diverging"] == 1.0
-    assert "may exploit the judge" in notes[0]
 
 
 def test_few_episodes_or_equal_ones_are_not_compared() -> None:
-    record = JudgeRecord(lambda _: None)
+    record = JudgeRecord()
     record.add(episode(0.5, float(n % 2), seconds=1.0) for n in range(10))
     assert "judge/agreement" not in record.metrics()
     record.add(episode(0.5, float(n % 2), seconds=1.0) for n in range(WINDOW))

@@ -182,7 +182,7 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
 
 
 def _of_a_judge() -> dict[str, float]:
-    record, episodes = JudgeRecord(lambda _: None), [episode(reward=float(n % 2)) for n in range(100)]
+    record, episodes = JudgeRecord(), [episode(reward=float(n % 2)) for n in range(100)]
     for judged in episodes:
         judged.reward_parts = {"judge": 0.5, "judge_brief": 0.5}
         judged.metrics = {"judge/environment": judged.reward or 0.0, "judge/seconds": 1.0}

@@ -39,6 +39,20 @@ function booksOf(books) {
   ];
 }
 
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+function signsOf(found) {
+  return [
+    ...found.signs.map((one) => h("div", { class: "card banner sign", "data-sign": one.name },
+      h("p", {}, h("b", {}, capital(one.name)), ` since step ${one.since}: ${one.numbers}. `, h("span", { class: "soft" }, `Threshold: ${one.threshold}.`)),
+      h("p", {}, one.remedy))),
+    found.past_signs.length
+      ? h("details", { class: "card signs" }, h("summary", {}, plural(found.past_signs.length, "sign that ended", "signs that ended")),
+        h("ul", {}, found.past_signs.map((one) => h("li", {}, h("b", {}, capital(one.name)), `, steps ${one.since}–${one.until}: ${one.numbers}.`))))
+      : null,
+  ];
+}
+
 export async function overviewPage(main, state) {
   const draw = async () => {
     const found = await ask("overview");
@@ -48,6 +62,7 @@ export async function overviewPage(main, state) {
       h("p", { class: "soft" }, found.opening),
       verdict(found.scores),
       ...found.banners.map((text) => h("div", { class: "card banner" }, h("p", {}, text))),
+      ...signsOf(found).filter(Boolean),
       h("dl", { class: "tiles" }, found.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", {}, tile.value, tile.more ? h("small", {}, ` ${tile.more}`) : null)))),
       h("h2", {}, "How it learned"),
       found.reward ? figure(found.reward) : h("p", { class: "soft" }, "No two steps have been written yet."),

@@ -1,0 +1,114 @@
+"""Follows a run and reports when a sign begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate.viewer.formatting import known, number
+from tidegate.viewer.run_files import lineage, objects
+from tidegate.viewer.signs.history import WINDOW, MetricHistory
+from tidegate.viewer.signs.rules import FILTERED, RULES, Sign, remedy_of_equal_groups
+
+MANY = 100
+"""Groups filtered since the newest step, without which nothing is said before the next one."""
+FEW = 0.05
+"""Share of groups with different rewards among those that ended since the newest step."""
+
+
+@dataclass(slots=True)
+class HeldSign:
+    """A sign with the steps at which its condition held."""
+
+    sign: Sign
+    since: int
+    until: int
+    """The newest step at which it held."""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {**asdict(self.sign), "since": self.since, "until": self.until}
+
+
+class SignWatch:
+    """The signs of a run so far.
+
+    A sign ends when its condition has not held for WINDOW steps, so that one at its threshold is reported
+    once.
+    """
+
+    def __init__(self) -> None:
+        self.history = MetricHistory()
+        self.current: dict[str, HeldSign] = {}
+        self.past: list[HeldSign] = []
+        self._last: dict[str, float] = {}
+        self._waiting = False
+        """Whether the groups filtered since the newest step were reported."""
+
+    def step(self, metrics: Mapping[str, object]) -> list[Sign]:
+        """Adds the metrics of a step; returns the signs that begin with it."""
+        before = self.history.step
+        self.history.add(metrics)
+        step = self.history.step
+        if step < before:
+            self._go_back(step)
+        self._last |= {key: value for key in metrics if (value := known(metrics[key])) is not None}
+        self._waiting = False
+        held = [sign for rule in RULES if (sign := rule(self.history)) is not None]
+        begun = [sign for sign in held if self._hold(sign, step)]
+        for name in [name for name, one in self.current.items() if step - one.until >= WINDOW]:
+            self.past.append(self.current.pop(name))
+        return begun
+
+    def state(self, snapshot: Mapping[str, object]) -> Sign | None:
+        """Returns a sign if hardly any group that ended since the newest step has different rewards.
+
+        A run whose groups are all filtered takes no step, so its metrics do not show it.
+        """
+        now = {**self._last, **{key: known(value) or 0.0 for key, value in snapshot.items()}}
+        filtered, solved, failed = (
+            now.get(key, 0.0) - self._last.get(key, 0.0)
+            for key in ("groups/filtered", "groups/filtered_solved", "groups/filtered_failed")
+        )
+        useful = now.get("groups/leased", 0.0)
+        if self._waiting or filtered < MANY or useful > FEW * (filtered + useful):
+            return None
+        self._waiting = True
+        sign = Sign(
+            FILTERED, "groups/filtered",
+            f"{number(filtered, 0)} groups filtered since step {max(0, self.history.step)}: "
+            f"{number(solved, 0)} all solved, {number(failed, 0)} all failed; {number(useful, 0)} can be "
+            "trained on",
+            f"{MANY} filtered, at most {number(100 * FEW, 0)}% with different rewards",
+            remedy_of_equal_groups(solved, failed),
+        )  # fmt: skip
+        return sign if self._hold(sign, max(0, self.history.step)) else None
+
+    def _hold(self, sign: Sign, step: int) -> bool:
+        """Enters that a sign holds; returns whether it begins."""
+        held = self.current.get(sign.name)
+        if held is None:
+            self.current[sign.name] = HeldSign(sign, step, step)
+            return True
+        held.sign, held.until = sign, step
+        return False
+
+    def _go_back(self, step: int) -> None:
+        """Drops signs of steps that a resumed run takes again."""
+        self.past = [held for held in self.past if held.since < step]
+        self.current = {name: held for name, held in self.current.items() if held.since < step}
+
+
+def watch_of_run(run_dir: Path | None) -> SignWatch:
+    """Returns the signs of the steps in a run's directory; of none if there is no file of metrics."""
+    path = None if run_dir is None else run_dir / "metrics.jsonl"
+    return watch_of(() if path is None or not path.exists() else lineage(objects(path, []))[0])
+
+
+def watch_of(rows: Iterable[Mapping[str, object]]) -> SignWatch:
+    """Returns the signs of the steps of a run."""
+    watch = SignWatch()
+    for row in rows:
+        watch.step(row)
+    return watch
