@@ -87,7 +87,7 @@ class Microbatch:
     teacher_n: Tensor | None = None
     """log p_teacher; None without a teacher."""
     teacher_ids_nk: Tensor | None = None
-    """int64, the teacher's k likeliest ids at the token; None unless `trainer.teacher.form` is `distribution`."""
+    """int64, the k likeliest ids of the teacher; None unless `trainer.teacher.form` is `distribution`."""
     teacher_top_nk: Tensor | None = None
     """float32, log p_teacher of these ids."""
     policy_top_nk: Tensor | None = None
