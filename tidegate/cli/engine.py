@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
@@ -56,14 +55,17 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def _joining(gateway: str, host: str) -> Callable[[str], AbstractAsyncContextManager[None]]:
     """Adds an engine's URL to the gateway, and removes it."""
     from tidegate.gateway.client import ADMIN_KEY, GatewayClient
+    from tidegate.service.api_key import key_from_environment
 
     shield_process()
     if host in ("0.0.0.0", "::"):
         raise ConfigError(f"--join with --host {host}: give --host an address that the gateway can call")
 
+    key = key_from_environment(ADMIN_KEY)
+
     @contextlib.asynccontextmanager
     async def joined(url: str) -> AsyncIterator[None]:
-        async with GatewayClient(gateway, os.environ.get(ADMIN_KEY), call_s=JOIN_S) as client:
+        async with GatewayClient(gateway, key, call_s=JOIN_S) as client:
             await client.add_engine(url)
             log.info("%s joined %s", url, gateway)
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.envs.service.pool import PoolSettings
     from tidegate.envs.service.server import serve
-    from tidegate.service.api_key import ENV_KEY
+    from tidegate.service.api_key import ENV_KEY, key_from_environment
     from tidegate.service.process_secrets import receive_secrets, shield_process
     from tidegate.service.serve import Listen
     from tidegate.settings.judge import JudgeSettings
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     use = [] if arguments.use is None else ["--env.use", arguments.use]
     env = load(EnvCommand, None, [*use, *rest]).env
-    secrets: dict[str, Any] = {"key": os.environ.pop(ENV_KEY, None), "options": env.options}
+    secrets: dict[str, Any] = {"key": key_from_environment(ENV_KEY), "options": env.options}
     judge = env.judge.resolved()
     if arguments.secrets_fd is not None:
         secrets = receive_secrets(arguments.secrets_fd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
     from tidegate.gateway.server import serve, serve_front
-    from tidegate.service.api_key import ENV_KEY
+    from tidegate.service.api_key import ENV_KEY, key_from_environment
     from tidegate.service.serve import Listen
     from tidegate.settings.sections import load
     from tidegate.settings.servers import GatewayCommand
@@ -52,7 +51,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     settings = load(GatewayCommand, None, rest)
     gateway = settings.gateway
     names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY, "env_key": ENV_KEY}
-    keys = {name: os.environ.pop(variable, None) for name, variable in names.items()}
+    keys = {name: key_from_environment(variable) for name, variable in names.items()}
     secrets = _secrets(arguments, settings, {name: key for name, key in keys.items() if key is not None})
     if not gateway.on_loopback and secrets.get("admin_key") is None:
         raise ConfigError(

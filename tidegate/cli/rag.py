@@ -133,6 +133,7 @@ def run_serve(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.rag.server.app import serve
     from tidegate.rag.server.batcher import BatchOptions
     from tidegate.rag.server.service import RagOptions
+    from tidegate.service.api_key import key_from_environment
     from tidegate.service.serve import Listen
 
     log_to_stderr()
@@ -148,7 +149,7 @@ def run_serve(arguments: argparse.Namespace, _: list[str]) -> int:
             arguments.window_ms / 1e3, arguments.max_batch, arguments.queue, arguments.deadline_s
         ),
         cache_bytes=arguments.cache_mb * 2**20,
-        api_key=os.environ.get(RAG_KEY),
+        api_key=key_from_environment(RAG_KEY),
     )
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
     return 0

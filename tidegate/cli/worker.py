@@ -79,8 +79,9 @@ def _secrets(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _key(file: Path | None) -> str:
     from tidegate.gateway.client import WORKER_KEY
+    from tidegate.service.api_key import key_from_environment
 
-    key = os.environ.pop(WORKER_KEY, None)
+    key = key_from_environment(WORKER_KEY)
     if file is not None:
         try:
             key = file.read_text(encoding="utf-8").strip()

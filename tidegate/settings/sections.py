@@ -38,8 +38,15 @@ def _http_url(url: str) -> str:
     return url.rstrip("/")
 
 
+def _secret(key: str) -> str:
+    if not key.strip():
+        raise ValueError("is empty, and is no key: give a secret, or leave it out")
+    return key.strip()
+
+
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
+SecretKey = Annotated[str, AfterValidator(_secret)]
 
 
 class SettingsSection(BaseModel):

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.judge import JudgeSettings
-from tidegate.settings.sections import HttpUrl, SettingsSection
+from tidegate.settings.sections import HttpUrl, SecretKey, SettingsSection
 
 
 class ModelSettings(SettingsSection):
@@ -103,7 +103,7 @@ class ServedGateway(SettingsSection):
     the address on which it listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on which the gateway listens; 0 selects a free one."""
-    admin_key: str | None = None
+    admin_key: SecretKey | None = None
     """Key of the gateway's control routes; required if the gateway listens beyond loopback."""
     shards: Annotated[int, Field(ge=1)] = 1
     """Gateway processes that share the sessions behind one address. A resumed run keeps their number."""
@@ -214,7 +214,7 @@ class VLLMCommand(SettingsSection):
 class StandaloneGateway(ServedGateway):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port on which the gateway listens; 0 selects a free one."""
-    admin_key: str | None = None
+    admin_key: SecretKey | None = None
     """Key of the gateway's control routes; better given by the environment variable TIDEGATE_ADMIN_KEY."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import shlex
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
-from tidegate.service.api_key import ENV_KEY
+from tidegate.service.api_key import ENV_KEY, key_from_environment
 from tidegate.service.process import run_together
 from tidegate.trainer.processes.agents import GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.provider import (
@@ -119,7 +118,7 @@ async def _start_environments(
     provider: ProcessProvider,
 ) -> dict[str, str]:
     """Start the environment service, unless `env.urls` names some; returns a gateway's keys for them."""
-    key = os.environ.pop(ENV_KEY, None)
+    key = key_from_environment(ENV_KEY)
     urls = settings.env.urls
     if not urls:
         key = secrets.token_urlsafe(24)
@@ -142,7 +141,7 @@ async def supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
 async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
     """Return a client of the gateway at `gateway.url`. Raises StartError if none answers."""
     url = str(settings.gateway.url)
-    client = GatewayClient(url, settings.gateway.admin_key or os.environ.pop(ADMIN_KEY, None))
+    client = GatewayClient(url, settings.gateway.admin_key or key_from_environment(ADMIN_KEY))
     stack.push_async_callback(client.close)
     try:
         await client.health()
@@ -212,7 +211,7 @@ def worker_key(run_dir: Path) -> str:
     It is written to the run's directory, for workers on this machine.
     """
     file = run_dir / KEY_FILE
-    key = os.environ.pop(WORKER_KEY, None)  # the run's other processes do not inherit it
+    key = key_from_environment(WORKER_KEY)  # the run's other processes do not inherit it
     if key is None and file.exists():
         return file.read_text(encoding="utf-8").strip()
     key = key or secrets.token_urlsafe(24)
