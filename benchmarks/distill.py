@@ -1,14 +1,13 @@
 """Compares the sampled tokens that a student needs to a held-out reward, by a teacher and by rewards.
 
-The student is the demo's base model. The run `rewards` is the demo's RL. The run `teacher` learns from the
-teacher alone (`trainer.teacher.reward_weight = 0`), with one episode per task, 64 of them per batch, and
-the learning rate falls in 24 steps. The teacher is the best checkpoint of the RL run, or of a run that is
-given; in the second case the RL run ends at the target, too. All other settings are the demo's. Tokens are
+The student is the demo's base model. The run `rewards` is the demo's RL, and ends at the target. The run
+`teacher` learns from the teacher alone (`trainer.teacher.reward_weight = 0`), with one episode per task, 64
+of them per batch, and the learning rate falls in 24 steps. All other settings are the demo's. Tokens are
 those of all training episodes that have ended (`tokens/sampled_total`); the tokens to the target are read
 from the held-out rewards of the evaluations, by isotonic regression.
 
-    python benchmarks/distill.py [--json] [--teacher RUN] [--rewards RUN] [--seed 0] [--groups 64]
-                                 [--steps 24] [--keep DIR]
+    python benchmarks/distill.py [--json] [--teacher MODEL] [--rewards RUN] [--seed 0] [--groups 64]
+                                 [--steps 24] [--form distribution] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 
+TEACHER = EXAMPLES / "tiny_teacher" / "model"
 EVERY = 4
 """Steps between evaluations, which are the points of the curve."""
 TASKS = 128
@@ -76,7 +76,11 @@ def measured(run: Path, target: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
-    parser.add_argument("--teacher", type=Path, help="run whose best checkpoint is the teacher")
+    parser.add_argument("--teacher", type=Path, default=TEACHER, help="directory of the teacher's model")
+    parser.add_argument(
+        "--form", choices=("advantage", "loss", "distribution"), default="distribution",
+        help="trainer.teacher.form",
+    )  # fmt: skip
     parser.add_argument(
         "--rewards", type=Path, help="run of an earlier call (--keep), in place of the RL run"
     )
@@ -90,14 +94,12 @@ def main() -> int:
     target, seed = arguments.target, f"--run.seed={arguments.seed}"
     until = f"--trainer.until={target}"
     try:
-        ends = [until] if arguments.teacher else []
-        rewards_run = arguments.rewards or train(directory, "rewards", [seed, *ends])
-        rewards = measured(rewards_run, target)
-        teacher = (arguments.teacher or rewards_run) / "checkpoints" / "best"
+        rewards = measured(arguments.rewards or train(directory, "rewards", [seed, until]), target)
         distilled_run = train(
             directory, "teacher",
             [
-                seed, until, f"--trainer.teacher.path={teacher}", "--trainer.teacher.reward_weight=0",
+                seed, until, f"--trainer.teacher.path={arguments.teacher}",
+                f"--trainer.teacher.form={arguments.form}", "--trainer.teacher.reward_weight=0",
                 "--trainer.group_size=1", f"--trainer.groups_per_batch={arguments.groups}",
                 f"--trainer.steps={arguments.steps}",
             ],

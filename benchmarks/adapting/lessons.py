@@ -96,7 +96,7 @@ LESSONS: dict[str, Lesson] = {
         150,
         turns=6,
         phrases=("Guess a number from 1 to 20.", *HINTS),
-        settings=LONGER,
+        settings={"trainer": {"steps": 60, "checkpoint_every": 60}, "eval": {"every": 60}},
     ),
     "gymnasium": Lesson(
         "gymnasium:FrozenLake-v1",
