@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from torch.utils.tensorboard import SummaryWriter
 
 from tidegate.config import Settings
+from tidegate.trainer.loggers.values import scalars
 
 
 class TensorBoard:
@@ -30,12 +30,3 @@ class TensorBoard:
 
 
 make = TensorBoard
-
-
-def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite numbers among the metrics, without `step` and `time`."""
-    return {
-        name: float(value)
-        for name, value in metrics.items()
-        if name not in ("step", "time") and value is not None and math.isfinite(value)
-    }

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import wandb
 
 from tidegate.config import Settings
+from tidegate.trainer.loggers.values import public_settings
 
 
 class WeightsAndBiases:
-    """Opens a wandb run for each start of a run; those of one run form a group.
-
-    It gets only settings that cannot contain secrets: no gateway settings, options or engine URLs.
-    """
+    """Opens a wandb run for each start of a run; those of one run form a group."""
 
     def __init__(self, settings: Settings, step: int) -> None:
         self._run = wandb.init(
             name=settings.run.name,
             group=settings.run.name,
             dir=str(settings.run_dir),
-            config=_public(settings),
+            config=public_settings(settings),
             settings=wandb.Settings(console="off", silent=True),  # the live view owns the terminal
         )
         # Use `step` as the axis: wandb's own counter cannot go back to a checkpoint.
@@ -35,10 +32,3 @@ class WeightsAndBiases:
 
 
 make = WeightsAndBiases
-
-
-def _public(settings: Settings) -> dict[str, Any]:
-    return settings.model_dump(
-        mode="json",
-        exclude={"gateway": True, "agent": {"options"}, "env": {"options"}, "engine": {"urls"}},
-    )

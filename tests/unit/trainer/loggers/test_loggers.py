@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
+import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -95,6 +97,44 @@ def test_weights_and_biases_has_every_number_and_no_key(
     steps = [json.loads(one["step"]) for one in found if "step" in one]
     assert steps == list(range(4))
     assert [json.loads(one["reward/mean"]) for one in found if "step" in one] == [0, 0.1, 0.2, 0.3]
+
+
+@pytest.mark.slow  # its import takes seconds
+def test_mlflow_has_every_number_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlruns'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    settings = settings_of(tmp_path, "mlflow")
+    assert observed(settings, range(3)).notes == []
+    assert observed(settings, range(2, 4), resumed_from=1).notes == []
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("tidegate")
+    second, first = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    assert (first.info.run_name, first.info.status) == ("demo", "FINISHED")
+    assert first.data.params["trainer.loss.name"] == settings.trainer.loss.name
+    assert second.data.tags["tidegate.resumed_from"] == "1"
+    assert "SECRET" not in str(first.data.params)
+    assert set(first.data.metrics) == {"version", "reward/mean"}
+    for run, steps in ((first, range(3)), (second, range(2, 4))):
+        history = client.get_metric_history(run.info.run_id, "reward/mean")
+        found = [(one.step, one.value, one.timestamp) for one in history]
+        assert found == [(step, pytest.approx(step / 10), 1000 * (1000 + step)) for step in steps]
+
+
+@pytest.mark.slow  # its import takes seconds
+def test_trackio_has_every_number_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    settings = settings_of(tmp_path, "trackio")
+    assert observed(settings, range(3)).notes == []
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "tidegate.db")) as database:
+        rows = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        [(config,)] = database.execute("select config from configs").fetchall()
+    assert [(name, step, json.loads(values)) for name, step, values in rows] == [
+        ("demo", step, {"version": step, "reward/mean": pytest.approx(step / 10)}) for step in range(3)
+    ]
+    assert json.loads(config)["trainer"]["loss"]["name"] == settings.trainer.loss.name
+    assert "SECRET" not in str(config)
 
 
 def records_of(written: bytes) -> Iterator[Any]:
