@@ -76,7 +76,7 @@ async def test_the_overview_has_its_charts(port: int, url: str) -> None:
         heights = (
             "[...document.querySelectorAll('figure > svg')].map(one => one.getBoundingClientRect().height)"
         )
-        assert min(await page.look(heights)) > 60
+        await page.until(f"Math.min(...{heights}) > 60")
         assert "bound" in await page.look(
             "document.querySelector('[data-title=Staleness] .legend').textContent"
         )
@@ -265,6 +265,25 @@ async def test_a_run_without_clients_has_no_such_page(port: int, url: str) -> No
     async with chromium.page(port) as page:
         await page.open(f"{url}/")
         assert not await page.look("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
+
+
+async def test_charts_are_drawn_at_their_width_with_titles_of_the_axes(port: int, url: str) -> None:
+    """Text in a scaled drawing would be unreadable in a narrow window."""
+    scales = """[...document.querySelectorAll('figure > svg')].map(svg =>
+        svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)"""
+    widest = "Math.max(...[...document.querySelectorAll('figure > svg')].map(one => one.clientWidth))"
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        await page.until(f"{widest} > 900")
+        assert await page.look(f"{scales}.every(one => Math.abs(one - 1) < 0.01)")
+        titles = (
+            "[...document.querySelectorAll('[data-title=Staleness] text.title')].map(one => one.textContent)"
+        )
+        assert await page.look(titles) == ["policy versions", "optimiser step"]
+        await page.width(400)
+        await page.until(f"{widest} < 400")
+        assert await page.look(f"{scales}.every(one => Math.abs(one - 1) < 0.01)")
+        clean(page, url)
 
 
 @pytest.mark.parametrize("width", [700, 400])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -19,7 +19,8 @@ Tone = Literal["accent", "ink", "muted", "sand", "warn"]
 Form = Literal["line", "thin", "dash", "dots", "dashdots", "area"]
 
 MOST_POINTS = 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 10, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 46, 10, 24, 40
+STEP = "optimiser step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +36,24 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure of the report: the drawing, its legend as (name, tone, form), and what a pointer reads."""
+    """A figure: the drawing, its legend as (name, tone, form), and `data`, JSON from which report.js draws it
+    at the width of the page."""
 
     title: str
     note: str
     svg: Markup
     legend: tuple[tuple[str, str, str], ...]
     data: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How a chart's series are drawn."""
+
+    axes: tuple[str, str]
+    y: tuple[float | None, float | None]
+    size: tuple[int, int]
+    stacked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +82,32 @@ def lines(
     series: Sequence[Series],
     *,
     note: str = "",
+    axes: tuple[str, str] = (STEP, ""),
     y_range: tuple[float | None, float | None] = (None, None),
     size: tuple[int, int] = (540, 220),
     legend: bool = True,
 ) -> Chart | None:
-    """A chart of series over one x axis; None where no series has two points, or dots to show."""
+    """Returns a chart of series over one x axis; None if no series has two points, or dots to show.
+
+    `axes` are the titles of the x and the y axis.
+    """
     shown = [thinned(one) for one in series if one.points]
     if not any(len(one.points) > 1 or "dots" in one.form for one in shown):
         return None
     frame = _frame(shown, y_range, size)
-    body = [_axes(frame), *(_drawn(one, frame) for one in shown)]
-    return _chart(title, note, frame, body, shown, legend)
+    body = [_axes(frame, axes), *(_drawn(one, frame) for one in shown)]
+    return _chart(title, note, frame, body, shown, Drawing(axes, y_range, size), legend)
 
 
 def stacked(
-    title: str, series: Sequence[Series], *, note: str = "", size: tuple[int, int] = (540, 220)
+    title: str,
+    series: Sequence[Series],
+    *,
+    note: str = "",
+    axes: tuple[str, str] = (STEP, ""),
+    size: tuple[int, int] = (540, 220),
 ) -> Chart | None:
-    """Areas on top of each other, the first at the bottom; all series have the same x values."""
+    """Returns areas on top of each other, the first at the bottom; all series have the same x values."""
     shown = [thinned(one) for one in series if any(y for _, y in one.points)]
     if not shown or len(shown[0].points) < 2:
         return None
@@ -99,11 +120,12 @@ def stacked(
         floor = top
     total = [Series("", areas[-1][2])]
     frame = _frame(total, (0.0, None), size)
-    body = [_axes(frame)]
+    body = [_axes(frame, axes)]
     for one, low, high in areas:
         path = " ".join(frame.at(point) for point in [*high, *low[::-1]])
         body.append(Markup('<polygon class="area {}" points="{}"/>').format(one.tone, path))
-    return _chart(title, note, frame, body, [replace(one, form="area") for one in shown])
+    drawing = Drawing(axes, (0.0, None), size, stacked=True)
+    return _chart(title, note, frame, body, [replace(one, form="area") for one in shown], drawing)
 
 
 def thinned(series: Series) -> Series:
@@ -137,7 +159,9 @@ def _frame(
     low = min(ys) if y_range[0] is None else min(y_range[0], *ys)
     high = max(ys) if y_range[1] is None else max(y_range[1], *ys)
     if high - low < 1e-12:
-        low, high = low - (abs(low) * 0.5 or 0.5), high + (abs(high) * 0.5 or 0.5)
+        largest = max(abs(low), abs(high))
+        around = largest / 2 if largest > 1e-12 else 0.5
+        low, high = low - around, high + around
     margin = (high - low) * 0.06
     high += margin if y_range[1] is None or high > y_range[1] else (high - low) * 0.02
     low -= margin if y_range[0] is None or low < y_range[0] else 0.0
@@ -145,8 +169,13 @@ def _frame(
     return PlotArea(*size, (left, right if right > left else left + 1.0), (low, high))
 
 
-def _axes(frame: PlotArea) -> Markup:
-    parts = []
+def _axes(frame: PlotArea, titles: tuple[str, str]) -> Markup:
+    parts = [
+        Markup('<text class="title" x="0" y="11">{}</text>').format(titles[1]),
+        Markup('<text class="title end" x="{}" y="{}">{}</text>').format(
+            frame.width - RIGHT, frame.height - 3, titles[0]
+        ),
+    ]
     for value in ticks(*frame.y, about=5 if frame.height > 200 else 3):
         y = f"{frame.up(value):.1f}"
         parts.append(
@@ -160,24 +189,28 @@ def _axes(frame: PlotArea) -> Markup:
     for value in ticks(*frame.x, about=max(3, frame.width // 100)):
         x = f"{frame.across(value):.1f}"
         parts.append(
-            Markup('<text class="tick mid" x="{}" y="{}">{}</text>').format(x, frame.height - 8, label(value))
+            Markup('<text class="tick mid" x="{}" y="{}">{}</text>').format(
+                x, frame.height - 22, label(value)
+            )
         )
     return Markup("").join(parts)
 
 
 def label(value: float) -> str:
-    """A tick's text: `0.25`, `1,500`, `2e-6`, `3.2M`."""
+    """Returns a tick's text: `0.25`, `1,500`, `2e−6`, `3.2M`."""
     size = abs(value)
     if size < 1e-12:
         return "0"
     if size >= 1e6:
-        return f"{value / 1e6:g}M"
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size < 1e-3:
+        text = f"{value / 1e6:g}M"
+    elif size >= 1000:
+        text = f"{value:,.0f}"
+    elif size < 1e-3:
         mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.4g}"
+        text = f"{float(mantissa):g}e{int(exponent)}"
+    else:
+        text = f"{value:.4g}"
+    return text.replace("-", "−")
 
 
 def _drawn(series: Series, frame: PlotArea) -> Markup:
@@ -196,25 +229,27 @@ def _chart(
     frame: PlotArea,
     body: Sequence[Markup],
     series: Sequence[Series],
+    drawing: Drawing,
     legend: bool = True,
 ) -> Chart:
-    svg = Markup(
-        '<svg viewBox="0 0 {w} {h}" role="img" aria-label="{title}">{body}'
-        '<line class="cursor" y1="{top}" y2="{bottom}" x1="-9" x2="-9"/></svg>'
-    ).format(
+    svg = Markup('<svg viewBox="0 0 {w} {h}" role="img" aria-label="{title}">{body}</svg>').format(
         w=frame.width,
         h=frame.height,
         title=escape(title),
         body=Markup("").join(body),
-        top=TOP,
-        bottom=frame.height - BOTTOM,
     )
     data = {
-        "x": frame.x,
-        "box": (LEFT, frame.width - RIGHT, frame.width),
+        "title": title,
+        **asdict(drawing),
         "series": [
-            {"name": one.name, "points": [(x, float(f"{y:.4g}")) for x, y in one.points]} for one in series
+            {"name": one.name, "tone": one.tone, "form": one.form, "points": rounded(one.points)}
+            for one in series
         ],
     }
     names = tuple((one.name, one.tone, one.form) for one in series) if legend and len(series) > 1 else ()
     return Chart(title, note, svg, names, json.dumps(data, separators=(",", ":")))
+
+
+def rounded(points: Sequence[Point]) -> list[Point]:
+    """Returns the points with four significant digits of their values."""
+    return [(x, float(f"{y:.4g}")) for x, y in points]

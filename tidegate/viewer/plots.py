@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
-from tidegate.viewer.chart import Chart, Form, Point, Series, Tone, lines, stacked
+from tidegate.viewer.chart import STEP, Chart, Form, Point, Series, Tone, lines, stacked
 from tidegate.viewer.formatting import number, printable, smoothed
 from tidegate.viewer.run_files import RunFiles
 
-WIDE = (960, 300)
-SMALL = (350, 150)
+WIDE = (960, 320)
+SMALL = (350, 180)
 
 
 def reward_chart(run: RunFiles) -> Chart | None:
@@ -24,7 +24,7 @@ def reward_chart(run: RunFiles) -> Chart | None:
         else ""
     )
     return lines(
-        "Reward", series, note=f"Mean reward by optimiser step.{over}", y_range=_unit(series), size=WIDE
+        "Reward", series, note=over.strip(), axes=(STEP, "mean reward"), y_range=_unit(series), size=WIDE
     )
 
 
@@ -64,8 +64,8 @@ def _staleness(run: RunFiles, bound: int | None) -> Chart | None:
     ]
     if bound is not None and largest:
         series.append(Series("bound", [(largest[0][0], bound), (largest[-1][0], bound)], "warn", "dash"))
-    note = "Policy versions between a group's oldest token and the step that trained on it."
-    return lines("Staleness", series, note=note, y_range=(0.0, None))
+    note = "Versions between a group's oldest token and the step that trained on it."
+    return lines("Staleness", series, note=note, axes=(STEP, "policy versions"), y_range=(0.0, None))
 
 
 def _waiting(run: RunFiles) -> Chart | None:
@@ -74,7 +74,7 @@ def _waiting(run: RunFiles) -> Chart | None:
         Series("data waits for the trainer", run.series("time/batch_queue"), "sand"),
         Series("whole step", run.series("time/step"), "muted", "thin"),
     ]
-    return lines("Waiting times", series, note="Seconds per step.", y_range=(0.0, None))
+    return lines("Waiting times", series, axes=(STEP, "seconds per step"), y_range=(0.0, None))
 
 
 def _throughput(run: RunFiles) -> Chart | None:
@@ -85,7 +85,7 @@ def _throughput(run: RunFiles) -> Chart | None:
             "trained on", [(row["step"], row["tokens/trained"] / row["time/step"]) for row in rows], "sand"
         ),
     ]
-    return lines("Tokens per second", series, y_range=(0.0, None))
+    return lines("Tokens per second", series, axes=(STEP, "tokens per second"), y_range=(0.0, None))
 
 
 def _groups(run: RunFiles) -> Chart | None:
@@ -103,35 +103,41 @@ def _groups(run: RunFiles) -> Chart | None:
         count("failed, cancelled", "failed", "cancelled", tone="warn"),
         count("in flight", *GROUP_STAGES, tone="ink"),
     ]
-    return stacked("Groups by state", series, note="Groups since the start of the run.")
+    return stacked("Groups by state", series, axes=(STEP, "groups since the start"))
 
 
 HEALTH = {
-    "entropy": ("Entropy", "nats per token"),
-    "mismatch_kl": ("Mismatch KL", "engine against trainer, same version"),
-    "lag_kl": ("Lag KL", "sampling policy against the current one"),
-    "loss": ("Loss", ""),
-    "validation/loss": ("Validation loss", "of fine-tuning"),
-    "grad_norm": ("Gradient norm", "before clipping"),
-    "clip_fraction": ("Capped importance ratios", "share of tokens"),
-    "ess": ("Effective sample size", "share of the batch"),
-    "weight_version/mixed_turn_ratio": ("Turns across a publish", "share of turns"),
-    "reward/std": ("Reward spread", "standard deviation"),
-    "length/mean": ("Episode length", "sampled tokens"),
-    "turns/mean": ("Turns", "per episode"),
-    "tool_calls/mean": ("Tool calls", "per episode"),
+    "entropy": ("Entropy", "", "nats per token"),
+    "mismatch_kl": ("Mismatch KL", "engine against trainer, same version", "nats per token"),
+    "lag_kl": ("Lag KL", "sampling policy against the current one", "nats per token"),
+    "loss": ("Loss", "", ""),
+    "validation/loss": ("Validation loss", "of fine-tuning", "nats per token"),
+    "grad_norm": ("Gradient norm", "before clipping", ""),
+    "clip_fraction": ("Capped importance ratios", "", "share of tokens"),
+    "ess": ("Effective sample size", "", "share of tokens"),
+    "weight_version/mixed_turn_ratio": ("Turns across a publish", "", "share of turns"),
+    "reward/std": ("Reward spread", "", "standard deviation"),
+    "reward/zero_variance_ratio": ("Groups with equal rewards", "", "share of groups"),
+    "repetition/mean": ("Repetition", "repeated 4-grams", "share of 4-grams"),
+    "length/mean": ("Episode length", "", "sampled tokens"),
+    "length/cut_ratio": ("Cut at a token limit", "", "share of episodes"),
+    "turns/mean": ("Turns", "", "per episode"),
+    "tool_calls/mean": ("Tool calls", "", "per episode"),
 }
+"""Metrics with a small chart: title, note, unit."""
 
 
 def health_charts(run: RunFiles) -> list[Chart]:
     """Returns small charts of the single metrics that the run has."""
     charts = []
-    for key, (title, note) in HEALTH.items():
-        charts.append(lines(title, _with_trend(run, key), note=note, size=SMALL, legend=False))
+    for key, (title, note, unit) in HEALTH.items():
+        series = _with_trend(run, key)
+        charts.append(lines(title, series, note=note, axes=(STEP, unit), size=SMALL, legend=False))
     for key in _custom_keys(run):
-        series, note = _with_trend(run, key), "mean over the batch"
-        title = printable(key)
-        charts.append(lines(title, series, note=note, y_range=_unit(series), size=SMALL, legend=False))
+        series, axes = _with_trend(run, key), (STEP, "mean over the batch")
+        charts.append(
+            lines(printable(key), series, axes=axes, y_range=_unit(series), size=SMALL, legend=False)
+        )
     return [chart for chart in charts if chart is not None]
 
 

@@ -1,41 +1,167 @@
-// Reading values off a chart: the nearest step under the pointer, every series' value there.
-function readable(figure) {
-  const { x, box, series } = JSON.parse(figure.dataset.chart);
-  const svg = figure.querySelector(":scope > svg");
-  const cursor = svg.querySelector(".cursor");
-  const tip = figure.appendChild(Object.assign(document.createElement("div"), { className: "tip", hidden: true }));
-  const hide = () => {
-    tip.hidden = true;
+// Draws charts from their data at the width that they have, and shows the values under the pointer.
+// Without this script, in print for example, the drawing of the server stands.
+(() => {
+  const NAMESPACE = "http://www.w3.org/2000/svg";
+  const RIGHT = 12;
+
+  function shape(name, attributes, text) {
+    const element = document.createElementNS(NAMESPACE, name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  }
+
+  // As chart.py: steps of 1, 2 or 5 times a power of ten.
+  function ticks(low, high, about) {
+    const raw = (high - low) / about;
+    const power = 10 ** Math.floor(Math.log10(raw));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= raw * 0.999);
+    const found = [];
+    for (let at = Math.ceil(low / step - 1e-9); at <= Math.floor(high / step + 1e-9); at += 1) found.push(at * step);
+    return found;
+  }
+
+  function label(value) {
+    const size = Math.abs(value);
+    const exact = (one) => String(Number(one.toPrecision(6)));
+    let text = "0";
+    if (size >= 1e6) text = `${exact(value / 1e6)}M`;
+    else if (size >= 1000) text = Math.round(value).toLocaleString("en");
+    else if (size >= 1e-3) text = String(Number(value.toPrecision(4)));
+    else if (size >= 1e-12) text = value.toExponential(1).replace(".0e", "e");
+    return text.replaceAll("-", "−");
+  }
+
+  function range(spec) {
+    const all = spec.series.flatMap((one) => one.points);
+    const xs = all.map(([x]) => x);
+    const ys = all.map(([, y]) => y);
+    const [least, most] = spec.y;
+    let low = Math.min(...ys, least ?? Infinity);
+    let high = Math.max(...ys, most ?? -Infinity);
+    if (high - low < 1e-12) {
+      const size = Math.max(Math.abs(low), Math.abs(high));
+      const around = size > 1e-12 ? size / 2 : 0.5;
+      [low, high] = [low - around, high + around];
+    }
+    const span = high - low;
+    high += most === null || high > most ? 0.06 * span : 0.02 * span;
+    low -= least === null || low < least ? 0.06 * span : 0;
+    const left = Math.min(...xs);
+    const right = Math.max(...xs);
+    return { x: [left, right > left ? right : left + 1], y: [low, high] };
+  }
+
+  // Areas on top of each other, as [series, lower edge, upper edge].
+  function piled(series) {
+    let floor = null;
+    return series.map((one) => {
+      const low = floor ?? one.points.map(([x]) => [x, 0]);
+      floor = one.points.map(([x, y], index) => [x, low[index][1] + y]);
+      return [one, low, floor];
+    });
+  }
+
+  function layout(spec, width) {
+    const height = width < 480 ? Math.min(spec.size[1], 230) : spec.size[1];
+    const areas = spec.stacked ? piled(spec.series) : [];
+    const { x, y } = range(spec.stacked ? { ...spec, series: [{ points: areas.at(-1)[2] }] } : spec);
+    const yTicks = ticks(...y, height > 200 ? 5 : 3);
+    const left = Math.max(34, 14 + 6.5 * Math.max(...yTicks.map((one) => label(one).length)));
+    const box = { left, right: width - RIGHT, top: spec.axes[1] ? 24 : 10, bottom: height - (spec.axes[0] ? 40 : 26) };
+    const across = (value) => box.left + ((value - x[0]) / (x[1] - x[0])) * (box.right - box.left);
+    const up = (value) => box.bottom - ((value - y[0]) / (y[1] - y[0])) * (box.bottom - box.top);
+    return { width, height, x, y, yTicks, box, areas, across, up };
+  }
+
+  function axes(spec, { x, width, height, yTicks, box, across, up }) {
+    const parts = yTicks.flatMap((value) => [
+      shape("line", { class: "grid", x1: box.left, x2: box.right, y1: up(value), y2: up(value) }),
+      shape("text", { class: "tick end", x: box.left - 7, y: up(value), dy: 4 }, label(value)),
+    ]);
+    const steps = /step/.test(spec.axes[0]);
+    const marks = ticks(...x, Math.max(3, Math.min(8, Math.floor(width / 90)))).filter((value) => !steps || Number.isInteger(value));
+    parts.push(...marks.map((value) => shape("text", { class: "tick mid", x: across(value), y: box.bottom + 18 }, label(value))));
+    if (spec.axes[1]) parts.push(shape("text", { class: "title", x: 0, y: 11 }, spec.axes[1]));
+    if (spec.axes[0]) parts.push(shape("text", { class: "title end", x: box.right, y: height - 3 }, spec.axes[0]));
+    return parts;
+  }
+
+  function curves(spec, { areas, across, up }) {
+    const path = (points) => points.map(([x, y]) => `${across(x).toFixed(1)},${up(y).toFixed(1)}`).join(" ");
+    if (spec.stacked) {
+      return areas.map(([one, low, high]) => shape("polygon", { class: `area ${one.tone}`, points: path([...high, ...low.toReversed()]) }));
+    }
+    return spec.series.flatMap((one) => [
+      shape("polyline", { class: `${one.form} ${one.tone}`, points: path(one.points) }),
+      ...(one.form.includes("dots") || one.points.length === 1
+        ? one.points.map(([x, y]) => shape("circle", { class: `dot ${one.tone}`, cx: across(x), cy: up(y), r: 4 }))
+        : []),
+    ]);
+  }
+
+  function drawn(figure, spec, width) {
+    const frame = layout(spec, width);
+    const svg = shape("svg", { viewBox: `0 0 ${width} ${frame.height}`, width, height: frame.height, role: "img", "aria-label": spec.title });
+    const cursor = shape("line", { class: "cursor", y1: frame.box.top, y2: frame.box.bottom, x1: -9, x2: -9 });
+    svg.append(...axes(spec, frame), ...curves(spec, frame), cursor);
+    svg.addEventListener("pointermove", (event) => pointed(figure, spec, frame, svg, cursor, event));
+    svg.addEventListener("pointerleave", () => unpointed(figure, cursor));
+    return svg;
+  }
+
+  const nearest = (points, at) => points.reduce((best, one) => (Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best), points[0]);
+
+  function unpointed(figure, cursor) {
+    figure.querySelector(".tip").hidden = true;
     delete figure.dataset.step;
     cursor.classList.remove("on");
-  };
-  const nearest = (points, at) =>
-    points.reduce((best, one) => (Math.abs(one[0] - at) < Math.abs(best[0] - at) ? one : best), points[0]);
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("pointermove", (event) => {
+  }
+
+  function pointed(figure, spec, { x, box, across }, svg, cursor, event) {
     const rect = svg.getBoundingClientRect();
-    const unit = ((event.clientX - rect.left) / rect.width) * box[2];
-    if (unit < box[0] - 8 || unit > box[1] + 8) return hide();
-    const wanted = x[0] + ((unit - box[0]) / (box[1] - box[0])) * (x[1] - x[0]);
-    const all = series.flatMap((one) => one.points);
-    const step = nearest(all, wanted)[0];
-    figure.dataset.step = Math.round(step);
-    const lines = [`step ${Math.round(step)}`];
-    for (const one of series) {
-      const [at, value] = nearest(one.points, step);
-      if (at === step) lines.push(`${one.name}: ${value.toLocaleString("en", { maximumSignificantDigits: 4 })}`);
+    const at = event.clientX - rect.left;
+    if (at < box.left - 8 || at > box.right + 8) return unpointed(figure, cursor);
+    const wanted = x[0] + ((at - box.left) / (box.right - box.left)) * (x[1] - x[0]);
+    const [place] = nearest(spec.series.flatMap((one) => one.points), wanted);
+    const steps = spec.axes[0].endsWith("step");
+    if (steps) figure.dataset.step = Math.round(place);
+    const lines = [steps ? `step ${Math.round(place)}` : `${label(place)} ${spec.axes[0]}`];
+    // Runs and evaluations have steps of their own: the nearest value within a hundredth of the width.
+    const reach = spec.near ? (x[1] - x[0]) / 50 : 0;
+    for (const one of spec.series) {
+      const [there, value] = one.points.length ? nearest(one.points, place) : [Infinity];
+      if (Math.abs(there - place) <= reach) lines.push(`${one.name}: ${value.toLocaleString("en", { maximumSignificantDigits: 4 })}`);
     }
-    tip.replaceChildren(
-      ...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })),
-    );
-    const place = box[0] + ((step - x[0]) / (x[1] - x[0])) * (box[1] - box[0]);
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
+    const tip = figure.querySelector(".tip");
+    tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+    cursor.setAttribute("x1", across(place));
+    cursor.setAttribute("x2", across(place));
     cursor.classList.add("on");
     tip.hidden = false;
     tip.style.top = `${rect.top - figure.getBoundingClientRect().top}px`;
-    const left = (place / box[2]) * rect.width;
-    tip.style.left = `${left + (left > rect.width / 2 ? -tip.offsetWidth - 12 : 12)}px`;
-  });
-}
-for (const figure of document.querySelectorAll("figure[data-chart]")) readable(figure);
+    const left = rect.left - figure.getBoundingClientRect().left + across(place);
+    tip.style.left = `${left + (across(place) > rect.width / 2 ? -tip.offsetWidth - 12 : 12)}px`;
+  }
+
+  // Draws the chart of a figure, now and whenever its width changes.
+  globalThis.plot = (figure) => {
+    const spec = JSON.parse(figure.dataset.chart);
+    figure.append(Object.assign(document.createElement("div"), { className: "tip", hidden: true }));
+    let width = 0;
+    const fit = () => {
+      const style = getComputedStyle(figure);
+      const now = Math.floor(figure.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+      if (!(now >= 80) || now === width) return; // NaN before the figure is in the page
+      width = now;
+      const old = figure.querySelector(":scope > svg");
+      const svg = drawn(figure, spec, width);
+      if (old) old.replaceWith(svg);
+      else figure.append(svg);
+    };
+    fit();
+    new ResizeObserver(fit).observe(figure);
+  };
+
+  for (const figure of document.querySelectorAll("figure[data-chart]")) globalThis.plot(figure);
+})();

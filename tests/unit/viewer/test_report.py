@@ -396,7 +396,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(3, 97) == [20, 40, 60, 80]
     assert ticks(-0.06, 0.05, 3) == pytest.approx([-0.05, 0, 0.05])
     assert [label(x) for x in (0, 1e-13, 0.25, 1500, 2e-6, 3.2e6, -0.05)] == [
-        "0", "0", "0.25", "1,500", "2e-6", "3.2M", "-0.05",
+        "0", "0", "0.25", "1,500", "2e−6", "3.2M", "−0.05",
     ]  # fmt: skip
 
 
@@ -416,6 +416,10 @@ def test_charts_of_little_data() -> None:
     flat = lines("x", [Series("a", [(0, 0), (1, 0)])])
     assert flat is not None
     assert "nan" not in flat.svg
+    tiny = lines("x", [Series("a", [(0, 0), (1, 4e-13)])])
+    assert tiny is not None
+    assert ">0.5<" in tiny.svg, "a range around 0, not above it"
+    assert ">−0.5<" in tiny.svg
     assert stacked("x", [Series("a", [(0, 0), (1, 0)])]) is None
     pile = stacked("x", [Series("a", [(0, 1), (1, 1)]), Series("b", [(0, 0), (1, 2)])])
     assert pile is not None

@@ -15,7 +15,7 @@ import numpy as np
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.state import LedgerItem, LedgerState
 from tidegate.trainer.ledger.versions import VersionRecord
-from tidegate.viewer.chart import Chart, Series, lines
+from tidegate.viewer.chart import STEP, Chart, Series, lines
 from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import REFUSED, TAKEN, ClientRecords, NamedReward
 from tidegate.viewer.clients.running_mean import RunningMean
@@ -88,7 +88,7 @@ class ServiceData:
             return None
         waits = self.files.series("time/publish_gate")
         seconds = [value for _, value in waits]
-        note = "Seconds that the publish after a step waited for open conversations."
+        note = "How long the publish after a step waited for open conversations."
         return {
             "share": trainer.get("max_stale_share"),
             "limit_s": known(trainer.get("gate_timeout_s")),
@@ -100,8 +100,9 @@ class ServiceData:
                 "Waits before publishes",
                 [Series("wait", waits)],
                 note=note,
+                axes=(STEP, "seconds"),
                 y_range=(0.0, None),
-                size=(960, 200),
+                size=(960, 220),
             ),
         }
 
@@ -207,7 +208,8 @@ def reward_chart(versions: Iterable[VersionRecord], rewards: Mapping[int, Runnin
     values = [value for one in series for _, value in one.points]
     unit = (0.0, 1.0) if all(0.0 <= value <= 1.0 for value in values) else (None, None)
     note = "Episodes with all tokens of one version, by the step that wrote it."
-    return lines("Reward by policy version", series, note=note, y_range=unit, size=(960, 260))
+    axes = (STEP, "mean reward")
+    return lines("Reward by policy version", series, note=note, axes=axes, y_range=unit, size=(960, 280))
 
 
 def _test_row(test: Mapping[str, Any]) -> Wire:

@@ -1,12 +1,7 @@
-// The report's charts, drawn by the server; a click on one opens the step under the pointer.
+// The report's charts; a click on one opens the step under the pointer.
 import { h, link } from "./dom.js";
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
-
-function drawing(text) {
-  const parsed = new DOMParser().parseFromString(text.replace("<svg ", `<svg xmlns="${NAMESPACE}" `), "image/svg+xml");
-  return document.importNode(parsed.documentElement, true);
-}
 
 function sample(tone, form) {
   const shape = (name, attributes) => {
@@ -30,8 +25,7 @@ export function figure(chart) {
       ? h("ul", { class: "legend" }, chart.legend.map(([name, tone, form]) => h("li", {}, sample(tone, form), name)))
       : null,
   );
-  found.append(drawing(chart.svg));
-  globalThis.readable(found);
+  globalThis.plot(found);
   found.addEventListener("click", () => {
     const step = Number(found.dataset.step);
     if (step >= 1) location.hash = link(["step", step]);
