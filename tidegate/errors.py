@@ -127,7 +127,7 @@ class RewardUnavailableError(RewardError):
 
 
 class UnrewardedError(RewardError):
-    """Nothing has rewarded the episode, which is no failure."""
+    """The episode has no reward, and no error occurred: outcome `unrewarded`."""
 
 
 class CorpusError(TidegateError):

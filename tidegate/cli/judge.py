@@ -14,7 +14,7 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "judge",
         help="compare a judge with labelled data",
-        description="Ask a judge about labelled attempts, and print how its scores agree with the labels: "
+        description="Have a judge score labelled attempts, and print how its scores agree with the labels: "
         "accuracy and confusion at a threshold, and AUC or rank correlation with an interval.",
         epilog="Exits with 1 if the judge gave no verdict on a row.",
     )

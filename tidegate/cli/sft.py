@@ -107,7 +107,7 @@ def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progres
     done = done and (not evaluates or _evaluate(tuning, tuning.steps, model, progress))
     if not done:
         config = shlex.quote(str(tuning.dir / "config.toml"))
-        progress.print(f"interrupted; go on with {program()} sft {config} --resume")
+        progress.print(f"interrupted; continue with {program()} sft {config} --resume")
         return STOPPED
     progress.print(f"the model is {model}")
     return 0

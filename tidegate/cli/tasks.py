@@ -1,4 +1,4 @@
-"""`tidegate tasks`: lists a run's tasks with what became of them, and lifts quarantines."""
+"""`tidegate tasks`: lists a run's tasks with their groups and failures, and lifts quarantines."""
 
 from __future__ import annotations
 

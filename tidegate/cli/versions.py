@@ -34,7 +34,7 @@ def add(subparsers: Subparsers) -> None:
     promote.add_argument("run_dir", type=Path)
     rollback = actions.add_parser(
         "rollback",
-        help="end the test of a version: it is given up; without one, return to an earlier checkpoint",
+        help="end the test of a version: it is rolled back; without one, return to an earlier checkpoint",
     )
     rollback.add_argument("run_dir", type=Path)
     rollback.add_argument(
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
             raise ConfigError(f"{run_dir}: no version is in test; tidegate versions list {run_dir}")
         request, what = VersionRequest("promote"), f"version {tested.version} goes live"
     elif tested is not None and arguments.step is None:
-        request, what = VersionRequest("rollback"), f"version {tested.version} is given up"
+        request, what = VersionRequest("rollback"), f"version {tested.version} is rolled back"
     else:
         step = _target(run_dir, arguments.step, saved, records)
         request, what = VersionRequest("rollback", step), f"the policy returns to step {step}"

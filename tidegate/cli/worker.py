@@ -24,7 +24,7 @@ def add(subparsers: Subparsers) -> None:
         "worker",
         help="run an agent for a training run elsewhere",
         description="Take attempts from the gateway of a run with agent.source = \"remote\", run an agent on "
-        "them, and go on until it is stopped.",
+        "them, until it is stopped.",
         epilog="The environment variable TIDEGATE_WORKER_KEY sets the key, if there is no --key-file.",
     )  # fmt: skip
     parser.add_argument("--gateway", required=True, metavar="URL", help="address of the run's gateway")

@@ -1,4 +1,4 @@
-"""Groups of episodes that a client forms, and what becomes of them."""
+"""Groups of episodes that a client forms, and their results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Client:
     def __init__(self, url: str, key: str, timeout_s: float = 120.0, capacity_s: float = 3600.0) -> None:
         self._http = ClientCalls(url, key, timeout_s, capacity_s)
         self._beginning = asyncio.Lock()
-        """Held by the group that begins, so that groups begin in order and one of them asks for room."""
+        """Held by the group that begins: groups begin in order, and one at a time polls for capacity."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,7 +119,7 @@ class ClientGroup:
         Raises:
             GroupRefusedError: It was not trained on, for the reason in the message: too few episodes, too
                 stale, equal rewards.
-            GatewayError: The gateway cannot be reached, or does not know the group any more.
+            GatewayError: The gateway cannot be reached, or no longer has the group.
         """
         return self._end().__await__()
 
@@ -154,7 +154,7 @@ class ClientGroup:
 class ClientEpisode:
     """One run of an agent. Set `reward` before the end of its `async with`.
 
-    If the block raises, the episode fails (`agent_error`), and the exception goes on.
+    If the block raises, the episode fails (`agent_error`), and the exception is raised again.
 
     Attributes:
         reward: The episode's reward, a finite number.
@@ -219,7 +219,7 @@ class ClientEpisode:
 
 
 async def leave(call: Coroutine[Any, Any, object]) -> None:
-    """Tell the gateway of a failure, for a few seconds: without the call, the deadline ends the episode."""
+    """Report a failure to the gateway within a few seconds; otherwise the deadline ends the episode."""
     with contextlib.suppress(TimeoutError, GatewayError):
         async with asyncio.timeout(LEAVE_S):
             await call

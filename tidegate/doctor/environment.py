@@ -69,7 +69,7 @@ def _tasks(settings: Settings, environment: Environment, renderer: Renderer | No
     strange = {task.env for task in tasks} - scorers
     if strange:
         text = (
-            f"tasks say env = {strange.pop()!r}, and the environment's "
+            f"tasks have env = {strange.pop()!r}, and the environment's "
             f"name is {', '.join(map(repr, sorted(scorers)))}: no reward would be found for "
             "them"
         )

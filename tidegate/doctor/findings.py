@@ -18,7 +18,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result. `code` is stable and machine-readable; `fix` says what to do."""
+    """One result. `code` is stable and machine-readable; `fix` is the remedy."""
 
     check: str
     level: Level

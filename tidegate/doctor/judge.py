@@ -14,7 +14,7 @@ UNKNOWN = "I do not know."
 
 
 async def check_judge(settings: JudgeSettings, environment: Environment) -> list[Finding]:
-    """Asks the judge once, about the first task's gold answer or `UNKNOWN`; nothing without a judge."""
+    """Calls the judge once, with the first task's gold answer or `UNKNOWN`; nothing without a judge."""
     if settings.url is None:
         return []
     try:

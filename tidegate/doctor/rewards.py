@@ -87,11 +87,13 @@ def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
     gold = sum(row.gold for row in graded) / len(graded)
     garbage = sum(max(row.garbage) for row in graded) / len(graded)
     poor = [row.task.id for row in graded if row.gold <= max(row.garbage)]
-    told = f"gold earns {gold:.3g} and the best garbage {garbage:.3g}, on average of {len(graded)} tasks"
+    means = f"mean reward of gold {gold:.3g}, of garbage {garbage:.3g} (the best), over {len(graded)} tasks"
     if not poor:
-        return ok("rewards", told)
-    fix = "tidegate eval --gold grades every answer; gold_output() says what gold is, if not the answer"
-    # What a trajectory earns can't be tried without one that is real.
+        return ok("rewards", means)
+    fix = (
+        "tidegate eval --gold grades every answer; define gold_output() if the gold output is not the answer"
+    )
+    # A reward that reads the trajectory may need a real one.
     bad = Level.WARNING if reads_trajectory else Level.ERROR
     if len(every) == 1:
         text = (
@@ -99,10 +101,8 @@ def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
         )
         return Finding("rewards", bad, "reward_constant", text, fix)
     if gold <= garbage:
-        return Finding("rewards", bad, "gold_no_better", f"gold scores no better than garbage: {told}", fix)
-    text = (
-        f"gold scores no better than garbage on {len(poor)} of {len(graded)} tasks, such as {poor[0]}; {told}"
-    )
+        return Finding("rewards", bad, "gold_no_better", f"gold scores no better than garbage: {means}", fix)
+    text = f"gold beats no garbage on {len(poor)} of {len(graded)} tasks, such as {poor[0]}; {means}"
     return warning("rewards", "gold_sometimes_no_better", text, fix)
 
 

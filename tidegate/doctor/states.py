@@ -43,7 +43,7 @@ def _rewards(scorer: Environment) -> Iterator[Finding]:
     for reward in scorer.rewards:
         if reward.needs_state:
             text = (
-                f"the reward {reward.name!r} asks for the state, and {scorer.name!r} has no setup(): "
+                f"the reward {reward.name!r} reads the state, and {scorer.name!r} has no setup(): "
                 "it would always receive None"
             )
             fix = "define setup(task), or remove the parameter 'state'"

@@ -66,7 +66,7 @@ class ConversationRewards(Environment):
         """Scores a conversation whose `reward_parts` are its feedback.
 
         Raises:
-            UnrewardedError: There is no feedback and no function has an opinion.
+            UnrewardedError: There is no feedback, and every function returned None.
             RewardError: A value is not a finite number, or the sum is outside the range.
         """
         assert trajectory is not None, "a gateway recorded it"
@@ -76,7 +76,7 @@ class ConversationRewards(Environment):
         parts |= {name: grade.value for name, grade in (awaited or {}).items()}
         turns = sum(turn.reward for turn in trajectory.turns)
         if not (parts or trajectory.reward_parts or turns):
-            raise UnrewardedError("there is no feedback, and no reward function has an opinion")
+            raise UnrewardedError("there is no feedback, and every reward function returned None")
         reward = sum(parts.values()) + sum(trajectory.reward_parts.values())
         if self.limits is not None and not self.limits[0] <= reward + turns <= self.limits[1]:
             raise RewardError(
@@ -96,7 +96,7 @@ def conversation_environment(uses: Sequence[str], limits: tuple[float, float] | 
     for use in uses:
         function, name = load_object(use, {}, "reward function"), use.rpartition(":")[2]
         if not callable(function):
-            raise ConfigError(f"gateway.conversation_rewards: {use!r} is no function")
+            raise ConfigError(f"gateway.conversation_rewards: {use!r} is not a function")
         if name in functions:
             raise ConfigError(f"gateway.conversation_rewards has two functions named {name!r}; rename one")
         functions[name] = function

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolError(TidegateError):
-    """A tool refuses its arguments or cannot do what it is asked; the agent reads the message."""
+    """A tool refuses its arguments or cannot carry out the call; the agent receives the message."""
 
 
 @dataclass(frozen=True, slots=True)

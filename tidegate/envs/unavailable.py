@@ -1,4 +1,4 @@
-"""Tells failures of a service that a reward calls from failures of the reward itself."""
+"""Distinguishes failures of a service that a reward calls from failures of the reward itself."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _messages(value: Any, role: str, where: str) -> list[Message]:
 
 
 def agreement(settings: JudgeSettings, rows: Sequence[Labelled], threshold: float) -> dict[str, Any]:
-    """Asks the judge about each row, or in the kind `ranking` about each group.
+    """Has the judge score each row, or in the kind `ranking` each group.
 
     Args:
         settings: The judge, with its rubric resolved.

@@ -319,7 +319,7 @@ class GatewayClient(HttpClient):
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
 
     async def erased_groups(self) -> list[str]:
-        """Returns the ids of the groups that clients erased, as far as the gateway remembers them."""
+        """Returns the ids of the groups that clients erased; the gateway keeps the newest ones."""
         return list((await self._json("GET", "/groups/erased"))["groups"])
 
     async def begin_epoch(self, epoch: int) -> None:

@@ -385,7 +385,7 @@ class Gateway:
     def set_candidate(self, urls: Collection[str], share: float) -> None:
         """Sets, for a trainer, the engines with a version that is not promoted yet; none: there is none.
 
-        A restarted gateway does not know them: the trainer repeats the call.
+        A restarted gateway has no candidate engines: the trainer repeats the call.
         """
         if unknown := [url for url in urls if self.pool.get(url) is None]:
             raise GatewayError(f"there is no engine {unknown[0]}", status=404)

@@ -17,7 +17,7 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
     """Runs a function in a new thread and returns its result, or raises its exception.
 
     A pool would be filled by functions that hang, and would wait for them when the process exits. If the
-    awaiting task is cancelled, the thread goes on.
+    awaiting task is cancelled, the thread continues.
 
     Args:
         call: The function.

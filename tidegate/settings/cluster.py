@@ -28,4 +28,4 @@ class ClusterSettings(SettingsSection):
     environment: list[str] = []
     """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Timeout of the reservation."""
+    """Timeout of the reservation of these resources on the cluster."""

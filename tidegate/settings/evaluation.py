@@ -37,7 +37,7 @@ class EvalSettings(SettingsSection):
     """Further evaluations by name, with the settings `set`, `tasks`, `every` and `greedy` of their own, and
     the metrics `eval/<name>/…` (docs/environments.md)."""
     beside_training: bool = False
-    """Training goes on during the evaluations between the first and the last step."""
+    """Training continues during the evaluations between the first and the last step."""
     engines: Annotated[int, Field(ge=0)] = 0
     """With `beside_training`: engines that keep the evaluated version and serve only the evaluation, which
     then samples from this version alone. 0, or if too few engines are in service: all engines serve it."""

@@ -35,10 +35,10 @@ class JudgeSettings(SettingsSection):
     api_key_env: str | None = None
     """Environment variable with the endpoint's key."""
     kind: Literal["score", "criteria", "ranking"] = "score"
-    """What the judge is asked. score: one score of an episode; criteria: a score for each of `criteria`;
-    ranking: the scores of all episodes of a group, compared in one call."""
+    """Scores that the judge returns. score: one for an episode; criteria: one for each of `criteria`;
+    ranking: one for each episode of a group, all compared in one call."""
     rubric: str = ""
-    """What a good episode is, in words."""
+    """Description of a good episode."""
     rubric_file: Path | None = None
     """Text file with the rubric, instead of `rubric`."""
     criteria: dict[str, CriterionSettings] = {}

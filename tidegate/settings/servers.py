@@ -143,9 +143,8 @@ class ServedGateway(SettingsSection):
 
 class GatewaySettings(ServedGateway):
     url: HttpUrl | None = None
-    """Address of a gateway that runs already. The run leads it instead of starting one, and it serves on when
-    the run ends. Of the gateway's settings only `admin_key` is given here, or TIDEGATE_ADMIN_KEY in the
-    environment."""
+    """Address of a gateway that runs already. The run uses it instead of starting one, and does not stop it.
+    Of the gateway's settings only `admin_key` applies (or TIDEGATE_ADMIN_KEY in the environment)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> GatewaySettings:
@@ -167,7 +166,7 @@ class ServedEnv(SettingsSection):
     reward_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
     call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
-    """Timeout of a tool call, of an episode's set-up, and of an answer of its counterpart."""
+    """Timeout of a tool call, of an episode's set-up, and of a response of its counterpart."""
     judge: JudgeSettings = JudgeSettings()
 
 

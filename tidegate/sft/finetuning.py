@@ -189,7 +189,7 @@ class FineTuning:
         if update["skipped"]:
             raise TrainingError(
                 f"step {step} has no finite loss or gradient, because of {'; '.join(policy.non_finite[:3])}: "
-                "remove this data and start anew (--fresh), or lower sft.learning_rate and go on (--resume)"
+                "remove this data and start anew (--fresh), or lower sft.learning_rate (--resume)"
             )
         metrics = {name: update[name] for name in KEPT} | await self._validation(policy, step)
         self._record(log, step, {**metrics, "time/step": time.perf_counter() - began})

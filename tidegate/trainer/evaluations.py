@@ -27,7 +27,7 @@ class RunEvaluations:
         run_dir: Directory of the run.
         evaluator: Runs one evaluation.
         publisher: Has the live weights.
-        beside: Runs evaluations while training goes on; None: training waits for them.
+        beside: Runs evaluations during training; None: training waits for them.
         best: The best weights so far.
         stop_rollout: Ends the running groups, before the last evaluation.
         record: Writes a line of metrics for a step.

@@ -49,7 +49,7 @@ def _check_engine(url: str) -> None:
 
 def _no_engine(url: str, what: str) -> StartError:
     return StartError(
-        f"engine.urls: {url} {what}, so it is no engine for training; use `tidegate engine`, `tidegate vllm` "
+        f"engine.urls: {url} {what}, so a run cannot train with it; use `tidegate engine`, `tidegate vllm` "
         "or SGLang"
     )
 

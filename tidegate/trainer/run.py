@@ -45,7 +45,7 @@ class Run:
         environment: Tasks and rewards.
         observer: Shows progress.
         start: Where to start; by default at the base model.
-        credit: Computes advantages; by default as the settings say.
+        credit: Computes advantages; by default according to the settings.
         provider: Provides the run's processes; by default on this machine.
 
     Attributes:

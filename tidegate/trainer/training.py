@@ -267,7 +267,7 @@ class Training:
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
             action = "roll-back" if request is None else request.action
-            self.observer.note(f"the requested {action} does not apply any more, and nothing is done")
+            self.observer.note(f"the requested {action} does not apply any more; it is ignored")
             clear_request(self.dir)
             return
         checkpoint = await self._restore(request.step)
@@ -279,7 +279,7 @@ class Training:
         self.batches.on_freed()
         if self.promotion is not None:
             self.promotion.live_step = step
-        if step in saved:  # with the weights that are given up
+        if step in saved:  # it has the weights that are rolled back
             checkpoints.remove(saved[step])
         await self._checkpoint(step)
         clear_request(self.dir)
@@ -289,7 +289,7 @@ class Training:
         """Lift the quarantines that a person requested."""
         if lifted := lift_requested(self.dir, self.admission.lift):
             self.observer.note(
-                f"issued again when their turn comes: {len(lifted)} tasks that were quarantined"
+                f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"
             )
 
     async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:

@@ -68,7 +68,7 @@ def _headline(result: Mapping[str, object]) -> Text:
 
 
 def _scores(result: Mapping[str, object]) -> RenderableType:
-    """Returns the scores before and after training, or a line that says there are none."""
+    """Returns the scores before and after training, or a line that there are none."""
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "left", "right", "right", "left"):
         table.add_column(justify=justify)

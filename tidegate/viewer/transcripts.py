@@ -29,7 +29,7 @@ MOST_MESSAGES = 40
 class TranscriptLine:
     """One message of an episode, ready to be shown.
 
-    `calls` are the tool calls as `name(arguments)`; `sampled` says how the reply came about and is
+    `calls` are the tool calls as `name(arguments)`; `sampled` describes how the reply was sampled and is
     empty for messages that the policy did not write.
     """
 

@@ -73,7 +73,7 @@ def refuse_unsupported(generation: Generation) -> None:
 
 def take(generation: Generation, choice: Mapping[str, Any]) -> None:
     """Add the tokens of a reply or of a streamed piece. Raises EngineError if they are invalid."""
-    if generation.limit == 0:  # the reply is not asked for
+    if generation.limit == 0:  # no reply is requested
         generation.finish_reason = {"type": "length", "length": 0}
         return
     ids = choice.get("token_ids") or []
@@ -103,7 +103,7 @@ def _finish(reason: str, stop: int | str | None, length: int) -> dict[str, Any]:
 
 
 def take_prompt(generation: Generation, positions: Sequence[Mapping[str, Any] | None] | None) -> None:
-    """Set the prompt's logprobs, if they were asked for. Raises EngineError if some are missing."""
+    """Set the prompt's logprobs, if they were requested. Raises EngineError if some are missing."""
     start = generation.logprob_start
     if start is None:
         return

@@ -179,7 +179,7 @@ def test_functions_are_loaded_by_name_and_refused_by_name(tmp_path: Path) -> Non
     assert list(conversation_environment([f"{file}:polite"], None).names) == ["polite"]
     for uses, words in (
         ([f"{file}:rude"], "has no reward function 'rude'"),
-        ([f"{file}:number"], "is no function"),
+        ([f"{file}:number"], "is not a function"),
         ([f"{file}:polite", f"{file}:polite"], "two functions named 'polite'"),
     ):
         with pytest.raises(ConfigError, match=words):

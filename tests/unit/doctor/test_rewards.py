@@ -36,7 +36,7 @@ def raises(output: str, answer: str) -> float:
         (lambda output: None, "reward_not_finite", "returned None, not a finite number"),
         (lambda output: 0.5, "reward_constant", "gold answers and garbage all earn 0.5"),
         (lambda output, answer: output != answer, "gold_no_better", "gold scores no better than garbage"),
-        (lambda output: "####" in output, "gold_no_better", "gold earns 1 and the best garbage 1"),
+        (lambda output: "####" in output, "gold_no_better", "mean reward of gold 1, of garbage 1 (the best)"),
         (
             lambda output, answer, task: output == answer and task.id != "t3",
             "gold_sometimes_no_better",

@@ -123,7 +123,7 @@ class NotReleased(Stateful):
         (
             NoSetup,
             Level.ERROR,
-            {"state_without_setup": "'known' asks for the state, and 'sound' has no setup"},
+            {"state_without_setup": "'known' reads the state, and 'sound' has no setup"},
         ),
         (DrawsAgain, Level.WARNING, {"setup_changes": "for the same task t0: state['made'] differs"}),
         (NoAnswer, Level.ERROR, {"state_raised": "respond raised KeyError: 'question'"}),

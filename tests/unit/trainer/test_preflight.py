@@ -56,7 +56,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     ("reply", "words"),
     [
         ((200, b'{"weight_version": "3"}'), None),
-        ((404, b"<html>"), "answers GET /model_info with 404 Not Found, so it is no engine"),
+        ((404, b"<html>"), "answers GET /model_info with 404 Not Found, so a run cannot train"),
         ((200, b"<html>"), "with invalid JSON"),
         ((200, b"\xff"), "with invalid JSON"),
         ((200, b"[]"), "names no weight_version"),

@@ -80,7 +80,7 @@ class Generation:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Logprobs of the prompt's tokens after `logprob_start`, at temperature 1 as in SGLang."""
     top_logprobs: int = 0
-    """Number of likeliest ids at each of these tokens whose logprobs are asked for, too."""
+    """Number of likeliest ids at each of these tokens whose logprobs are requested, too."""
     prompt_top: list[list[TokenLogprob]] = field(default_factory=list)
     """These ids with their logprobs, likeliest first, for each of `prompt_logprobs`."""
     output_ids: list[int] = field(default_factory=list)
@@ -157,14 +157,14 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     if limit == 0 and start is None:
         raise RequestError(
-            "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len asks for "
+            "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len requests "
             "the prompt's logprobs"
         )
     return Generation(rid, prompt_ids, params, limit, stream, return_logprob, start, top_logprobs=top)
 
 
 def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) -> int | None:
-    """Returns `logprob_start_len`, or None for −1, which asks for no logprobs of the prompt."""
+    """Returns `logprob_start_len`, or None for −1, which requests no logprobs of the prompt."""
     start = integer(fields, "logprob_start_len", -1, "")
     if start == -1:
         return None

@@ -159,14 +159,14 @@ class RunningBatch:
     def _prefill(
         self, first: int, partials: Sequence[_PartialPrefill], chunks: Sequence[Sequence[int]]
     ) -> None:
-        """Caches the chunks in rows first.., and adds the logprobs that their requests ask for."""
+        """Caches the chunks in rows first.., and adds the logprobs that were requested."""
         # An empty chunk is replaced by one token, which the next step overwrites.
         sequences, held = [ids or [0] for ids in chunks], [partial.done for partial in partials]
         targets = [_targets(*pair) for pair in zip(partials, chunks, strict=True)]
         if not any(targets):
             self.model.prefill(first, sequences, held)
             return
-        top = partials[0].generation.top_logprobs  # all requests of a pass ask for as many
+        top = partials[0].generation.top_logprobs  # the same in all requests of a pass
         scores = self.model.score(first, sequences, held, targets, top)
         for partial, values in zip(partials, scores, strict=True):
             partial.generation.prompt_logprobs += values.logprobs
@@ -248,7 +248,7 @@ class RunningBatch:
 
 
 def _targets(partial: _PartialPrefill, chunk: Sequence[int]) -> list[int]:
-    """Returns the prompt's tokens that follow tokens of the chunk and whose logprobs are asked for."""
+    """Returns the prompt's tokens that follow tokens of the chunk and whose logprobs are requested."""
     generation, end = partial.generation, partial.done + len(chunk)
     if not generation.needs_prompt_logprobs or generation.logprob_start is None:
         return []

@@ -257,7 +257,7 @@ class Scheduler:
             self._prefill_singly(batch)
 
     def _prefilled(self, generations: list[Generation]) -> None:
-        """Takes requests out of the queue; those that ask only for their prompt's logprobs end."""
+        """Takes requests out of the queue; those for their prompt's logprobs alone end."""
         self._dequeue(generations)
         for generation in generations:
             if generation.limit == 0:

@@ -133,7 +133,7 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
 
     `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
     `input_token_logprobs` has the prompt's tokens from `logprob_start_len` on; as in SGLang, the first has no
-    logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were asked for.
+    logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested.
     `kv_version` is present only if keys and values of older weights were kept. With a grammar,
     `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
     forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the

@@ -1,4 +1,4 @@
-"""Asks a judge: cached replies, equal questions once, a bound on concurrency, retries."""
+"""Calls a judge: cached replies, one call for equal prompts, a bound on concurrency, retries."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Verdicts(HttpClient):
         `judge/cached`, `judge/errors` (calls that failed), `judge/prompt_tokens`, `judge/completion_tokens`
         and `judge/seconds`.
 
-        An equal question that is being asked is not asked again; it counts as cached.
+        A prompt that equals one in progress shares its call, and counts as cached.
 
         Raises:
             RewardError: Every call failed; its `metrics` are the costs.
@@ -164,14 +164,14 @@ class Verdicts(HttpClient):
             known = await asyncio.to_thread(self._cache.get, key)
             return None if known is None else read_scores(known, prompt.names)
         except (StorageError, UnreadableReplyError) as error:
-            log.error("%s; the judge is asked again", error)
+            log.error("%s; the judge is called again", error)
             return None
 
     async def _write(self, key: str, text: str) -> None:
         try:
             await asyncio.to_thread(self._cache.put, key, text)
         except StorageError as error:
-            log.error("%s; the reply is not kept", error)
+            log.error("%s; the reply is not cached", error)
 
 
 def _text(content: bytes, spent: Counter[str]) -> str:

@@ -118,7 +118,7 @@ class Episode:
 
 
 def cut(text: str) -> str:
-    """Returns a text of at most MAX_RESULT characters, which says if something was left out."""
+    """Returns a text of at most MAX_RESULT characters, with a note if it was cut."""
     if len(text) <= MAX_RESULT:
         return text
     return f"{text[:MAX_RESULT]}\n[the result has {len(text)} characters; the rest is left out]"

@@ -39,7 +39,7 @@ MAX_LOSSES = 2
 """Workers that may end while they compute one reward, before the reward counts as their cause."""
 SWEEP_S = 0.5
 REMEMBERED = 65_536
-"""Lost episodes that are remembered, with the reason."""
+"""Number of lost episodes whose reason is kept."""
 ENDED = "the episode has ended"
 STATE_LOST = "the episode's state is lost"
 NO_WORKER_S = 120.0
@@ -380,7 +380,7 @@ class WorkerPool:
     async def _sweep(self) -> None:
         """Tears down expired episodes, ends retired workers, and kills those that do not respond."""
         longest = max(self.settings.reward_timeout_s, self.settings.call_timeout_s)
-        longest += SWEEP_S + 2 * CANCEL_S  # after the call's own timeout, which knows whose fault it is
+        longest += SWEEP_S + 2 * CANCEL_S  # after the call's own timeout, which identifies the call at fault
         usable = 0
         while True:
             await asyncio.sleep(SWEEP_S)

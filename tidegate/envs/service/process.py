@@ -35,7 +35,7 @@ class WorkerLostError(TidegateError):
 
 
 class CallError(TidegateError):
-    """A call failed in the worker; `kind` says how."""
+    """A call failed in the worker; `kind` is the kind of the failure."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)

@@ -123,7 +123,7 @@ def create_app(pool: WorkerPool, key: str | None, failures: list[TidegateError])
 async def _padded(job: asyncio.Future[Any]) -> AsyncIterator[bytes]:
     """Yields padding until a job ends, then its result or failure.
 
-    The job goes on if the client disconnects: a client that repeats its request gets the same result.
+    The job continues if the client disconnects: a client that repeats its request gets the same result.
     """
     while not job.done():
         done, _ = await asyncio.wait((job,), timeout=PADDING_S)

@@ -162,7 +162,7 @@ def load(settings: Mapping[str, Any]) -> dict[str, Environment]:
 
 
 def describe(environments: Mapping[str, Environment]) -> dict[str, Any]:
-    """Returns what a gateway needs to know of each environment. Raises ConfigError."""
+    """Returns the description of each environment for a gateway. Raises ConfigError."""
     return {
         name: {
             "rewards": list(environment.names),

@@ -102,7 +102,7 @@ class AttemptQueue:
         self._left: set[str] = set()
         """Workers that ended; a poll of theirs may still be waiting."""
         self._stopped: dict[str, list[str]] = {}
-        """Attempts of each worker that ended without its doing, until it is told."""
+        """Attempts of each worker that the gateway ended and has not yet reported to it."""
         self._finished: Counter[str] = Counter()
         """Number of agents that returned, by worker."""
 
@@ -222,7 +222,7 @@ class AttemptQueue:
         await self._journal.offered(sessions)
 
     def stopped(self, worker: str) -> list[str]:
-        """Return, once, the attempts of a worker that ended without its doing: their agents can stop."""
+        """Return, once, the attempts of a worker that the gateway ended: their agents can stop."""
         return self._stopped.pop(worker, [])
 
     def count(self, session: GatewaySession) -> None:
@@ -255,7 +255,7 @@ class AttemptQueue:
         session.worker_seen = self._seen[worker] = _now()
 
     def expire(self, now: float) -> None:
-        """End the sessions whose worker is lost or whose deadline passed, and forget old workers."""
+        """End the sessions whose worker is lost or whose deadline passed; remove lost workers."""
         for line in self._lines.values():
             line.queue = deque(session for session in line.queue if session.closed is None)
         for session in self._running():
@@ -309,7 +309,7 @@ class AttemptQueue:
         return key
 
     def _stop(self, session: GatewaySession) -> None:
-        """Tell the worker, by the next response to its poll, that an attempt ended."""
+        """Report to the worker, in the next response to its poll, that an attempt ended."""
         if session.worker is not None and session.worker not in self._left:
             self._stopped.setdefault(session.worker, []).append(session.id)
             self._wake(session.worker)

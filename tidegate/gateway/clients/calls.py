@@ -1,4 +1,4 @@
-"""Reads of a plain call what tells its conversation."""
+"""Reads the fields of a call that identify its conversation."""
 
 from __future__ import annotations
 

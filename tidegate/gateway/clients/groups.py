@@ -1,4 +1,4 @@
-"""Groups that clients form: their episodes, their sealing, and what became of them."""
+"""Groups that clients form: their episodes, their sealing, and their states."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ class ClientGroups:
         """Ends a group that was not sealed, and its episodes. Idempotent."""
         group_id = f"{client}.{name}"
         if self._gateway.groups.get(group_id) is not None:
-            raise GatewayError(f"group {name!r} is sealed: the trainer has it", status=409)
+            raise GatewayError(f"group {name!r} is sealed: the trainer may have leased it", status=409)
         await self._gateway.drop(group_id)

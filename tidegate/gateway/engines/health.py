@@ -81,7 +81,7 @@ class HealthProbe:
         engine = self._engine
         if not engine.healthy:
             if engine.quarantined:
-                log.warning("engine %s answers again; quarantine ended", engine.url)
+                log.warning("engine %s responds again; its quarantine has ended", engine.url)
                 changed = version_before is not None and engine.weight_version != version_before
                 engine.admitted = engine.admitted and not (changed and self._trainer_managed())
             engine.healthy, engine.quarantined, engine.failures = True, False, 0
@@ -92,7 +92,7 @@ class HealthProbe:
         was_healthy, engine.healthy = engine.healthy, False
         if not engine.quarantined:
             engine.quarantined = True
-            log.warning("engine %s is in quarantine until it answers /model_info", engine.url)
+            log.warning("engine %s is in quarantine until it responds to /model_info", engine.url)
         if was_healthy:
             self._on_change(engine)
         self._wake.set()

@@ -11,12 +11,12 @@ from tidegate.types import Message, Scored, Task, Trajectory
 
 
 class EpisodeLostError(TidegateError):
-    """An episode's state could not be made or is lost, which is no fault of its agent: `infra_error`."""
+    """An episode's state could not be made or is lost: `infra_error`, which is not charged to the agent."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentInfo:
-    """What a gateway needs to know of one environment."""
+    """Description of one environment for a gateway."""
 
     rewards: Sequence[str]
     """Names of its rewards; empty: the agent's own reward is used."""

@@ -88,7 +88,7 @@ class EnvironmentCalls:
         _check_open(session)
 
     async def _result(self, session: GatewaySession, task: asyncio.Task[T]) -> T:
-        """Waits for a call, which goes on if its client disconnects and ends with the session."""
+        """Waits for a call, which continues if its client disconnects and ends with the session."""
         try:
             async with asyncio.timeout_at(session.deadline):
                 await asyncio.wait((task,))

@@ -132,7 +132,7 @@ class SessionFinisher:
         session.close(session.ending.error or "it was ended")
         self.start_finishing(session)
 
-    # -- forgotten -------------------------------------------------------------------------------
+    # -- deleted ---------------------------------------------------------------------------------
 
     async def forget(self, sessions: list[GatewaySession]) -> None:
         """Delete sessions and their records permanently. Raises GatewayError."""

@@ -212,7 +212,7 @@ class GroupStore:
         return members
 
     def erased(self) -> list[str]:
-        """Return the groups that clients erased, as far as they are remembered."""
+        """Return the groups that clients erased, as far as their ids are kept."""
         return [group_id for group_id, why in self._ended_groups.items() if why == ERASED]
 
     async def _end(self, group_id: str, why: str) -> list[GatewaySession]:

@@ -138,7 +138,7 @@ def _written() -> asyncio.Future[None]:
 
 
 REMEMBERED = 65_536
-"""Number of ended groups and leases whose ids are remembered."""
+"""Number of ended groups and leases whose ids are kept, so that late calls get a reason."""
 
 
 @dataclass(eq=False, slots=True)

@@ -462,7 +462,7 @@ class Admission:
     def roll_back(
         self, version: int, to: int, step: int, why: str, figures: Mapping[str, float] | None = None
     ) -> None:
-        """Give up the versions after `to` up to `version`: `sweep` ends the groups with tokens of them."""
+        """Abandon the versions after `to` up to `version`: `sweep` ends the groups with tokens of them."""
         self._record(entry("run", "rolled_back", version=version, to=to, step=step, why=why, **figures or {}))
         self.abandoned |= set(range(to + 1, version + 1))
         self._end_unpublished()
@@ -500,8 +500,8 @@ class Admission:
 
         Args:
             progress: The checkpoint's.
-            groups: All groups of the ledger. A curriculum chose the tasks of those that the checkpoint does
-                not know yet: these are issued again, and none that it passed over.
+            groups: All groups of the ledger. Those issued after the checkpoint have tasks that a curriculum
+                chose: these tasks are issued again, and none that it passed over.
         """
         self._cursor = progress.cursor
         self._recycled = deque(

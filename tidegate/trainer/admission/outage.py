@@ -21,7 +21,7 @@ class Outage:
 
     `down` is set while no engine serves. An outage of another cause is suspected when `THRESHOLD` of the last
     `WINDOW` attempts ended `infra_error`. Then one attempt at a time, the probe, tests whether it is over. A
-    probe that ends `timeout` or `reward_error` does not tell: a service that hangs has the same effect.
+    probe that ends `timeout` or `reward_error` is inconclusive: a service that hangs has the same effect.
     """
 
     record: Callable[[LedgerEntry], None]

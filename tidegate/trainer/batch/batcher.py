@@ -21,7 +21,7 @@ from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
 UNKNOWN = "unknown"
-"""State in the acknowledgement of a group that the ledger does not know or that has ended."""
+"""State in the acknowledgement of a group that is not in admission: never issued, or ended."""
 REFUSED = "refused"
 """State in the acknowledgement of a client's group that admission refused."""
 
@@ -119,7 +119,7 @@ class Batcher:
     accepted_tokens: int = 0
     """Tokens sampled in these episodes."""
     waiting: bool = False
-    """Whether the gateway is asked for groups."""
+    """Whether a lease call waits at the gateway."""
     _groups: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ class Batcher:
     async def _take(self, group: Group) -> tuple[Group, State] | None:
         """Add a leased group or filter it. A client's group is accepted first, or refused.
 
-        Another group that admission does not know is only acknowledged.
+        Any other group that is not in admission is only acknowledged.
         """
         self.last_progress = time.monotonic()
         if not await self._admit(group):

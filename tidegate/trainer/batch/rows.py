@@ -42,7 +42,7 @@ class TrainSequence:
     teacher: Logprobs | None = None
     """log p_teacher, if there is a teacher."""
     teacher_ids: npt.NDArray[np.int32] | None = None
-    """The teacher's k likeliest ids at each token, [t, k], if they were asked for."""
+    """The teacher's k likeliest ids at each token, [t, k], if they were requested."""
     teacher_top: Logprobs | None = None
     """log p_teacher of these ids, [t, k]."""
 

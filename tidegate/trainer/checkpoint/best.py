@@ -39,7 +39,7 @@ class BestCheckpoint:
             return cls(directory, float(json.loads(record.read_text(encoding="utf-8"))["eval/reward"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{record} cannot be read ({error}); remove {directory / LINK} to go on without it"
+                f"{record} cannot be read ({error}); remove {directory / LINK} to continue without it"
             ) from error
 
     def update_if_better(self, weights: Path, step: int, version: int, reward: float) -> bool:

@@ -217,6 +217,6 @@ def _write_error_message(path: Path, error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"{path}: the disk is full; older checkpoints are untouched. Free space, or lower "
-            "trainer.keep_checkpoints, and go on with --resume"
+            "trainer.keep_checkpoints, and continue with --resume"
         )
     return f"{path} cannot be written: {error}; older checkpoints are untouched"

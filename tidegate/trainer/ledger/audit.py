@@ -159,7 +159,7 @@ class _LedgerCheck:
             self._check_quarantine(line)
         elif event == "lifted":
             if line["task"] not in self.quarantined:
-                self.report(f"the quarantine of task {line['task']} was lifted, and it was not quarantined")
+                self.report(f"the quarantine of task {line['task']} was lifted, but it was not quarantined")
             self.quarantined.discard(line["task"])
 
     def _check_quarantine(self, line: LedgerEntry) -> None:
@@ -188,7 +188,7 @@ class _LedgerCheck:
         """A version is promoted once, from a candidate that was not rolled back."""
         version = line["version"]
         if version not in self.candidates or version in self.abandoned:
-            self.report(f"version {version} was promoted, and is no candidate")
+            self.report(f"version {version} was promoted, but is not a candidate")
         self.candidates.discard(version)
         self.audit.versions += 1
 
@@ -236,12 +236,10 @@ class _LedgerCheck:
                 f"{line['kind']} {line['id']} ended twice: {item.ended['state']}, then {line['state']}"
             )
         if line["state"] not in [state.value for state in ENDED if state is not State.TRAINED]:
-            self.report(
-                f"{line['kind']} {line['id']} ended as {line['state']!r}, which is no end of an entry"
-            )
+            self.report(f"{line['kind']} {line['id']} ended as {line['state']!r}, which is not an end state")
         item.ended, item.seq = line, line["seq"]
         if line.get("spared") and not self.paused and self.last_resumed < item.issued["seq"]:
-            self.report(f"attempt {line['id']} was spared, and there was no outage while it ran")
+            self.report(f"attempt {line['id']} is marked as spared, but there was no outage while it ran")
         if line["kind"] == "group" and line["state"] == State.STEPPED:
             self._check_bound(line)
         elif line["kind"] == "group" and line["state"] == State.STALE:
@@ -288,7 +286,7 @@ class _LedgerCheck:
             self.report(f"the run ended with {live} groups or attempts still live")
         if self.finished and (lost := [name for name, group in self.groups.items() if group.abandoned]):
             self.report(
-                f"the steps on {len(lost)} groups were lost, but they were never put back: {lost[0]} …"
+                f"{len(lost)} groups of steps that were rolled back were never reinstated: {lost[0]} …"
             )
         self._check_groups()
         self._check_attempts_a_slot()
@@ -431,7 +429,7 @@ def _check_versions(where: str, versions: set[int], check: _LedgerCheck, item: _
         return
     recorded = item.ended.get("oldest") if item is not None and item.ended is not None else None
     if recorded != min(versions):
-        check.report(f"{where} has tokens of version {min(versions)}, the ledger says {recorded}")
+        check.report(f"{where} has tokens of version {min(versions)}, but the ledger has {recorded}")
     ended = item.seq if item is not None else math.inf
     if abandoned := [version for version in versions if check.abandoned.get(version, math.inf) < ended]:
         check.report(f"{where} has tokens of version {min(abandoned)}, which is abandoned")

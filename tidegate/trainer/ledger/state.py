@@ -1,4 +1,4 @@
-"""State of a run by its ledger, and the entries that repair it after a crash or a stop.
+"""State of a run, read from its ledger, and the entries that repair it after a crash or a stop.
 
 A checkpoint's marker is the only commit point. Groups trained on after it are rolled back: their step is
 lost, so they are live again, with their tokens from `trajectories/`, and end once more. Versions published

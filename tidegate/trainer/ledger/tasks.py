@@ -1,4 +1,4 @@
-"""What became of each training task of a run, by its ledger."""
+"""Record of each training task of a run, from its ledger: groups, failed attempts, quarantine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TaskRecord:
         self.filtered_failed += state is State.FILTERED and group.solved == 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as a flat object; `quarantined` is None or says when, by which group and why."""
+        """Return the record as a flat object; `quarantined` is None, or has the time, group and reason."""
         entry = self.quarantine
         why = (
             None if entry is None else {name: entry.get(name) for name in ("time", "group", "outcome", "why")}

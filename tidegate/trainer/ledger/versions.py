@@ -1,4 +1,4 @@
-"""The versions of a run, by its ledger."""
+"""Policy versions of a run, from its ledger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry
 
 @dataclass(slots=True)
 class VersionRecord:
-    """A policy version and what became of it.
+    """A policy version and its state.
 
     Attributes:
         step: Step after which it was written.

@@ -92,5 +92,5 @@ def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return (
         f"out of memory on {settings.device}: {lines[0]}; lower trainer.microbatch_tokens (it is "
-        f"{settings.microbatch_tokens}) and go on with --resume"
+        f"{settings.microbatch_tokens}) and continue with --resume"
     )

@@ -1,4 +1,4 @@
-"""Runs a standing service: engines, a gateway, and a trainer that leads them, each restarted when it exits.
+"""Runs a standing service: engines, a gateway, and a trainer that uses them, each restarted when it exits.
 
 The trainer is a process of its own (`tidegate train` with `gateway.url` and `engine.urls`), so that clients
 are served by the newest published version while it is down.
@@ -182,7 +182,7 @@ def check(settings: Settings) -> None:
     if settings.gateway.url is not None or settings.engine.urls:
         name = "engine.urls" if settings.gateway.url is None else "gateway.url"
         raise ConfigError(
-            f"{name} has no effect with tidegate serve, which starts gateway and engines; to lead running "
+            f"{name} has no effect with tidegate serve, which starts gateway and engines; to use running "
             "ones use tidegate train"
         )
     if any(model.path is not None for model in settings.trainer.teacher.models.values()):

@@ -46,7 +46,7 @@ class CandidateEngines:
         """Have engines serve the candidate; returns whether all of them do.
 
         Repeat it while the candidate is tested: a restarted engine has the live version, and a restarted
-        gateway does not know which engines have the candidate.
+        gateway has no record of the engines with the candidate.
 
         Raises:
             GatewayError: The gateway does not answer.

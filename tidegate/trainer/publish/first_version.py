@@ -1,7 +1,7 @@
 """Version of the model with which a standing service starts, the same for its engines and its trainer.
 
 The engines serve clients before the first trainer has started. What they sample then can be trained on only
-if the trainer knows these weights by the same version.
+if the trainer uses the same version for these weights.
 """
 
 from __future__ import annotations

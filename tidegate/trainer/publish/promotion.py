@@ -146,7 +146,7 @@ class Promotion:
         test: CanaryTest | None = None
         while not self.stop.is_set():
             await self._hold(version, weights)
-            with contextlib.suppress(GatewayError):  # it is restarting, and asked again
+            with contextlib.suppress(GatewayError):  # a restarting gateway; repeated later
                 groups = await self.gateway.list_groups()
                 test = test or CanaryTest(version, {group.id for group in groups})
                 test.add(groups)
@@ -167,7 +167,7 @@ class Promotion:
         """Have engines serve the candidate; returns whether all of them do."""
         try:
             return await self.engines.hold(weights, version)
-        except GatewayError:  # it is restarting, and asked again
+        except GatewayError:  # a restarting gateway; repeated later
             return False
 
     async def _pause(self) -> None:

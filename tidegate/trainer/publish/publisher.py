@@ -212,7 +212,7 @@ class Publisher:
     ) -> tuple[set[str], dict[str, EngineError]]:
         """Load on all responsive engines, and retry those that may yet succeed.
 
-        Each round asks for the engines anew, as a restart may move one to another URL.
+        Each round lists the engines anew, as a restart may move one to another URL.
 
         Returns:
             URLs of the updated engines, and the errors of the others.

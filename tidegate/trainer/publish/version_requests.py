@@ -18,9 +18,9 @@ class VersionRequest:
     """A decision of a person.
 
     Attributes:
-        action: promote: the version in test goes live; rollback: it is given up, or without one the policy
+        action: promote: the version in test goes live; rollback: it is rolled back, or without one the policy
             returns to an earlier checkpoint.
-        step: Step of this checkpoint; None to give up the version in test alone.
+        step: Step of this checkpoint; None to roll back only the version in test.
     """
 
     action: Literal["promote", "rollback"]

@@ -58,7 +58,7 @@ class ClientLog:
     async def watch(self, gateway: GatewayClient) -> None:
         """Record the conversations that end without a reward, for ever."""
         while True:
-            with contextlib.suppress(GatewayError):  # it is restarting, and asked again
+            with contextlib.suppress(GatewayError):  # a restarting gateway; repeated later
                 self.ended(await gateway.list_groups())
             await asyncio.sleep(POLL_S)
 

@@ -49,7 +49,7 @@ class Erasure:
         try:
             new = set(await self.gateway.erased_groups()) - self.done
         except GatewayError:
-            return  # it is restarting, and asked again
+            return  # the gateway may be restarting; the next poll repeats this
         for group in sorted(new):
             self.record(entry("run", "erased", group=group))
         if new:

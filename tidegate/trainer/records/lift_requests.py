@@ -20,7 +20,7 @@ DIRECTORY = "lifts"
 
 
 def request_lift(run_dir: Path, tasks: Iterable[str]) -> None:
-    """Ask the run's trainer, or the next one, to lift the quarantine of tasks."""
+    """Write a request to lift the quarantine of tasks, for the run's trainer or the next one."""
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
     name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"

@@ -1,4 +1,4 @@
-"""Evaluations that run while training goes on (`eval.beside_training`)."""
+"""Evaluations that run during training (`eval.beside_training`)."""
 
 from __future__ import annotations
 

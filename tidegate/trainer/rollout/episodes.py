@@ -16,7 +16,8 @@ from tidegate.types import Sampling, Split, Task
 
 WORKERS_POLL_S = 1.0
 ABSENT_S = 5.0
-"""Seconds without a connected worker after which there is none: a restarted gateway does not know them."""
+"""Seconds without a connected worker after which there is none, so that workers can reconnect to a restarted
+gateway."""
 
 
 class EpisodeSource:
@@ -87,7 +88,7 @@ class EpisodeSource:
 
 
 async def watch_workers(gateway: GatewayClient, set_connected: Callable[[bool], None]) -> None:
-    """Report for ever whether any worker is connected."""
+    """Report whether any worker is connected, until cancelled."""
     last = -math.inf
     while True:
         with contextlib.suppress(GatewayError):

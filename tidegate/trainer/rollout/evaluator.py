@@ -236,7 +236,7 @@ def check_suites(settings: EvalSettings, sets: Mapping[str, Sequence[Task]]) -> 
         if suite.set not in sets:
             known = ", ".join(map(repr, sets))
             raise ConfigError(
-                f"eval.suites.{name}.set = {suite.set!r} is no held-out set of the environment, "
+                f"eval.suites.{name}.set = {suite.set!r} is not a held-out set of the environment, "
                 f"which has {known}: correct it"
             )
 

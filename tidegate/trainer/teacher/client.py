@@ -1,4 +1,4 @@
-"""Asks engines for the logprobs of given tokens, by SGLang's `/generate`."""
+"""Requests the logprobs of given tokens from engines, by SGLang's `/generate`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scores:
     logprobs: Logprobs
     """float32 [n]."""
     top_ids: npt.NDArray[np.int32] | None = None
-    """[n, k]; None if they were not asked for."""
+    """[n, k]; None if they were not requested."""
     top_logprobs: Logprobs | None = None
     """float32 [n, k]."""
 

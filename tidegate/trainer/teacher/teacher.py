@@ -1,4 +1,4 @@
-"""Scores groups: asks the teachers for the logprobs of the sampled tokens, while other groups are sampled."""
+"""Scores groups: requests the logprobs of the sampled tokens from the teachers, while other groups run."""
 
 from __future__ import annotations
 

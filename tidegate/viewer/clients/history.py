@@ -1,4 +1,4 @@
-"""What the ledger says of a run's versions and publishes."""
+"""Versions and publishes of a run, read from its ledger."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class NamedReward:
 
 @dataclass(slots=True)
 class ClientRecords:
-    """What the lines so far say. Invalid lines and values are left out."""
+    """Totals of the lines read so far. Invalid lines and values are left out."""
 
     groups: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By id: the project key, and `taken`, `refused` or the outcome of a conversation without a reward."""
@@ -53,7 +53,7 @@ class ClientRecords:
             self.add(line)
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Counts a line; of a group that is there already, only what became of it."""
+        """Counts a line; of a group that was counted before, only its end."""
         group, client, state = (line.get(name) for name in ("group", "client", "state"))
         if not (isinstance(group, str) and isinstance(client, str) and isinstance(state, str)):
             return

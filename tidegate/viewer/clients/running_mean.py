@@ -50,10 +50,10 @@ class RunningMean:
         return joined
 
     def interval(self) -> tuple[float, float] | None:
-        """Returns the interval of the mean; None where the values do not tell one.
+        """Returns the interval of the mean; None where it cannot be computed.
 
         Wilson's score interval if all values are 0 or 1, also of a single one; else Student's t. One value
-        that is neither, or several that are equal, say nothing of the spread.
+        that is neither, or several that are equal, do not show their spread.
         """
         if self.count and self.binary:
             return wilson(self.ones, self.count)

@@ -39,7 +39,7 @@ MOST_REASONS = 8
 
 @dataclass(frozen=True, slots=True)
 class ServiceData:
-    """What a run's files say of its clients. `committed` is the newest checkpoint's place in the ledger."""
+    """Records of a run's clients, from files. `committed` is the newest checkpoint's place in the ledger."""
 
     files: RunFiles
     ledger: LedgerState
@@ -127,7 +127,7 @@ class ServiceData:
 
 
 def ends_by_key(ledger: LedgerState, committed: int, records: ClientRecords) -> dict[str, Counter[str]]:
-    """Returns what became of each project key's groups and conversations, by COLUMNS.
+    """Returns the number of each project key's groups and conversations by their end, by COLUMNS.
 
     The ledger decides on those that it has.
     """
@@ -218,7 +218,7 @@ def _test_row(test: Mapping[str, Any]) -> Wire:
 
 
 def read_service(files: RunFiles) -> ServiceData | None:
-    """Reads what a run's files say of its clients; None if clients do not run its episodes."""
+    """Reads the records of a run's clients; None if clients do not run its episodes."""
     if not files.by_clients:
         return None
     ledger, history, records = LedgerState(), VersionHistory(), ClientRecords()

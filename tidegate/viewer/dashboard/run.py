@@ -123,7 +123,7 @@ class FollowedRun:
         self.clients.read(self._clients_tail.objects())
 
     def service(self) -> ServiceData:
-        """Returns what the files say of clients so far."""
+        """Returns the records of clients so far."""
         test = read_test(self.dir)
         return ServiceData(self.files, self.ledger, self._committed, self.clients, self.history, test)
 

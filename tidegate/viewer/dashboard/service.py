@@ -20,7 +20,7 @@ MOST_LOOKED_AT = 200
 
 
 def service(run: FollowedRun) -> Wire:
-    """Returns what clients gave the run, and what became of it."""
+    """Returns the groups, conversations and feedback of clients, with their ends."""
     found: Wire = run.cached("service", lambda: run.service().to_wire())
     if found["gate"] is None:
         return found

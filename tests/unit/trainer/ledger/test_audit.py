@@ -186,7 +186,7 @@ def _renumber(book: list[dict[str, Any]]) -> None:
         (_lying_staleness, "is not"),
         (_stale_within_the_bound, "ended stale at staleness 0, within the bound 1"),
         (_version_again, "was published after"),
-        (_promoted_without_a_test, "is no candidate"),
+        (_promoted_without_a_test, "is not a candidate"),
         (_trained_after_its_roll_back, "trained on tokens of version 2, which is abandoned"),
         (_half_a_batch, "took 3 groups"),
         (_live_at_the_end, "still live"),
@@ -264,7 +264,7 @@ def _trained_on_abandoned_tokens(book: list[dict[str, Any]]) -> None:
     ("tamper", "words"),
     [
         (_put_back_a_trained_one, "no step on it was rolled back"),
-        (_never_put_back, "never put back"),
+        (_never_put_back, "never reinstated"),
         (_trained_in_both_lineages, "ended twice"),
         (_trained_on_abandoned_tokens, "version 3, which is abandoned"),
     ],
@@ -315,7 +315,7 @@ def test_keys_and_values_of_older_weights_count_as_in_the_ledger(run_dir: Path) 
     one = book[_index(book, kind="group", state="stepped", step=3)]
     one["oldest"], one["staleness"] = one["version"] - 1, 1
     path.write_text("".join(json.dumps(one) + "\n" for one in book))
-    assert any("the ledger says 1" in finding for finding in audit_run(run_dir).findings)
+    assert any("but the ledger has 1" in finding for finding in audit_run(run_dir).findings)
     trained = run_dir / "trajectories" / "step_000003.jsonl"
     first, _, rest = trained.read_text().partition("\n")
     episode = json.loads(first)

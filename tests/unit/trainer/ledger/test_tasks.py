@@ -181,7 +181,7 @@ def test_a_damaged_request_is_named(stage: Stage) -> None:
     ("line", "why"),
     [
         (entry("group", "issued", id="g", task="bad", index=9, version=0), "task bad, which is quarantined"),
-        (entry("run", "lifted", task="easy"), "task easy was lifted, and it was not quarantined"),
+        (entry("run", "lifted", task="easy"), "task easy was lifted, but it was not quarantined"),
     ],
 )
 def test_the_audit_finds_what_cannot_be(stage: Stage, line: LedgerEntry, why: str) -> None:

@@ -105,7 +105,7 @@ async def test_a_target_that_is_reached_is_confirmed_with_the_suites_of_the_step
 
 
 def test_a_suite_of_no_set_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"eval\.suites\.hard\.set = 'new' is no .* has '', 'other'"):
+    with pytest.raises(ConfigError, match=r"eval\.suites\.hard\.set = 'new' is not a .* has '', 'other'"):
         solved("--eval.suites.hard.set=new")
 
 
