@@ -19,7 +19,7 @@ OTHER_PAGES = {
 """Pages whose sources are outside docs/."""
 
 _FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.DOTALL | re.MULTILINE)
-_LINK = re.compile(r"\[([^\]\n]*)\]\(([^)\s]+)")
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)")
 
 
 def page_sources() -> dict[str, str]:

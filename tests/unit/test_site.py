@@ -46,13 +46,13 @@ def test_links_inside_the_site_lead_to_its_files(page: str) -> None:
 
 def test_links_of_a_source_are_rewritten_outside_of_code() -> None:
     text = (
-        "# A\n\n[docs/gateway.md](docs/gateway.md#limits), [the loop](tidegate/trainer/loop.py), "
+        "# A\n\n[docs/gateway.md](docs/gateway.md#limits), [the\nloop](tidegate/trainer/loop.py), "
         "[demo](examples/demo),\n[search](examples/demo_search)\n"
         "```\n[docs/gateway.md](docs/gateway.md)\n```\n- a\n  - b\n"
     )
     assert rewritten(text, "README.md", "index.md", PAGES) == (
         "# A\n\n[Gateway](gateway.md#limits), "
-        "[the loop](https://github.com/tidegate/tidegate/blob/main/tidegate/trainer/loop.py), "
+        "[the\nloop](https://github.com/tidegate/tidegate/blob/main/tidegate/trainer/loop.py), "
         "[demo](https://github.com/tidegate/tidegate/tree/main/examples/demo),\n"
         "[search](examples/demo_search.md)\n```\n[docs/gateway.md](docs/gateway.md)\n```\n- a\n    - b\n"
     )
