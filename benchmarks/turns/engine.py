@@ -33,8 +33,8 @@ class Replies:
     def __init__(self, path: Path) -> None:
         rows = orjson.loads(path.read_bytes())
         self._rounds: dict[str, Iterator[bytes]] = {}
-        for kind in ("generate", "events", "chat", "traced"):
-            frame = _STREAM if kind == "events" else _HEAD
+        for kind in ("generate", "events", "chat", "chat_events", "traced"):
+            frame = _STREAM if kind.endswith("events") else _HEAD
             bodies = [row[kind].encode() for row in rows]
             self._rounds[kind] = itertools.cycle([frame % (len(body), body) for body in bodies])
         info = orjson.dumps(_INFO)
@@ -44,6 +44,8 @@ class Replies:
         if url == b"/generate":
             return next(self._rounds["events" if b'"stream":true' in body else "generate"])
         if url == b"/v1/chat/completions":
+            if b'"stream":true' in body:
+                return next(self._rounds["chat_events"])
             return next(self._rounds["traced" if b'"return_token_ids"' in body else "chat"])
         return self._info
 

@@ -63,6 +63,8 @@ def _reply(renderer: Renderer, n: int) -> dict[str, str]:
         )
         + "data: [DONE]\n\n",
         "chat": orjson.dumps(_chat(text)).decode(),
+        "chat_events": "".join(f"data: {orjson.dumps(event).decode()}\n\n" for event in _chat_events(text))
+        + "data: [DONE]\n\n",
         "traced": orjson.dumps(_traced(renderer, ids, logprobs, text)).decode(),
     }
 
@@ -102,6 +104,19 @@ def _chat(text: str) -> dict[str, Any]:
         ],
         "usage": {"prompt_tokens": 512, "completion_tokens": TURN_TOKENS, "total_tokens": 512 + TURN_TOKENS},
     }
+
+
+def _chat_events(text: str) -> list[dict[str, Any]]:
+    """The chunks of a chat stream: as many texts as `events` has, then the finish reason."""
+    pieces = TURN_TOKENS // 8
+    size = -(-len(text) // pieces)
+    deltas: list[dict[str, Any]] = [{"content": text[at : at + size]} for at in range(0, len(text), size)]
+    chunk = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+    ends = [None] * len(deltas) + ["stop"]
+    return [
+        {**chunk, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
 
 
 def _traced(renderer: Renderer, ids: list[int], logprobs: list[float], text: str) -> dict[str, Any]:

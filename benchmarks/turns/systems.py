@@ -30,6 +30,8 @@ class System:
     process: subprocess.Popen[bytes]
     path: str
     """Path of a session's calls; `{session}` stands for its name."""
+    log: Path | None = None
+    """Its log, if it is kept."""
 
     def cpu_seconds(self) -> float:
         """User and system time of the process and its children so far."""
@@ -122,12 +124,17 @@ class Processes:
         command = [sys.executable, "-m", "turns.forwarder", engine.url]
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")
 
+    def raw(self, engine: System) -> System:
+        command = [sys.executable, "-m", "turns.raw_forwarder", engine.url]
+        return self._announced("raw", command, "/s/{session}/v1/chat/completions")
+
     def tidegate(self, engine: System, model: Path, settings: Sequence[str] = ()) -> System:
-        """Starts the gateway with its journal on disk."""
+        """Starts the gateway with its journal on disk. Its log is in the file `tidegate-N.log`."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model)]
         command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
         command += ["--engine.urls", engine.url, "--gateway.port=0", *settings, "--announce"]
-        return self._announced("tidegate", command, "/s/{session}/v1/chat/completions")
+        log = self._directory / f"tidegate-{next(self._numbers)}.log"
+        return self._announced("tidegate", command, "/s/{session}/v1/chat/completions", log)
 
     def rllm(self, python: Path, engine: System, *, tuned: bool) -> System:
         """Starts the peer with its defaults; `tuned` keeps traces in memory and logs no calls."""
@@ -148,13 +155,12 @@ class Processes:
         until(lambda: _listens(port), system, "listen")
         return system
 
-    def _announced(self, name: str, command: list[str], path: str) -> System:
+    def _announced(self, name: str, command: list[str], path: str, log: Path | None = None) -> System:
         announce = self._directory / f"{name}-{next(self._numbers)}.json"
         command = [*command, str(announce)]
-        process = self._start(command)
-        system = System(name, "", process, path)
-        until(announce.exists, system, "announce its URL")
-        return System(name, json.loads(announce.read_text())["url"], process, path)
+        process = self._start(command, stderr=log and self._stack.enter_context(log.open("wb")))
+        until(announce.exists, System(name, "", process, path, log), "announce its URL")
+        return System(name, json.loads(announce.read_text())["url"], process, path, log)
 
     def _start(
         self,
@@ -182,7 +188,10 @@ def until(ready: Callable[[], bool], system: System, what: str) -> None:
     end = time.monotonic() + _START_S
     while not ready():
         if system.process.poll() is not None:
-            raise RuntimeError(f"{system.name} ended with {system.process.returncode} before it could {what}")
+            log = system.log.read_text()[-1000:] if system.log is not None else ""
+            raise RuntimeError(
+                f"{system.name} ended with {system.process.returncode} before it could {what} {log}"
+            )
         if time.monotonic() > end:
             raise RuntimeError(f"{system.name} did not {what} within {_START_S:g} s")
         time.sleep(0.05)

@@ -4,127 +4,106 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
-import aiohttp
 import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
-from tidegate.service.http_client import HttpClient, error_in
+from tidegate.service.http1_client import (
+    ConnectionLost,
+    Http1Client,
+    Http1Reply,
+    Origin,
+    delay_tolerant_timeout,
+    parse_url,
+)
+from tidegate.service.http_client import error_in
 
 _REFUSALS = frozenset({400, 422})
 _RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
-_TICKS = 20
-
-
-@contextlib.asynccontextmanager
-async def delay_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations. With thousands
-    of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then fail connections
-    that were established but not yet processed, and quarantine a healthy engine."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(None) as timeout:
-
-        def tick(remaining: int) -> None:
-            if remaining == 0:
-                timeout.reschedule(loop.time())
-            else:
-                next_tick[:] = [loop.call_later(seconds / _TICKS, tick, remaining - 1)]
-
-        next_tick: list[asyncio.TimerHandle] = []
-        tick(_TICKS)
-        try:
-            yield
-        finally:
-            next_tick[0].cancel()
-
-
-class DelayTolerantConnector(aiohttp.TCPConnector):
-    """TCP connector without a connection limit; connecting times out after `connect_s`."""
-
-    def __init__(self, connect_s: float, keepalive_s: float) -> None:
-        super().__init__(limit=0, keepalive_timeout=keepalive_s)
-        self._connect_s = connect_s
-
-    async def connect(self, *arguments: Any, **options: Any) -> Any:
-        async with delay_tolerant_timeout(self._connect_s):
-            return await super().connect(*arguments, **options)
+MAX_EVENT = 256 * 2**20
+"""Bytes of one event of a stream."""
 
 
 class ProbeTimeout(Exception):
     """An engine accepted the connection but did not answer within the probe timeout."""
 
 
-class EngineClient(HttpClient):
+class EngineClient:
     """HTTP client of all engines."""
 
     def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
-        super().__init__(connect_s=connect_s)
+        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
+        self._http = Http1Client(connect_s, keepalive_s=3.0)
+        self._connect_s = connect_s
         self._probe_timeout_s = probe_timeout_s
         self._aborts: set[asyncio.Task[None]] = set()
-
-    def _connect(self) -> aiohttp.ClientSession:
-        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
-        connector = DelayTolerantConnector(self._connect_s, keepalive_s=3.0)
-        timeout = aiohttp.ClientTimeout(total=None)
-        return aiohttp.ClientSession(timeout=timeout, connector=connector, headers=self._headers)
 
     async def close(self) -> None:
         """Waits up to 2 s for pending aborts, then closes the connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
-        await super().close()
+        await self._http.close()
 
     async def generate(
         self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
     ) -> None:
         """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason. Raises
         RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
-        invalid, aiohttp.ClientError or OSError if the connection fails."""
-        async with self.http.post(url + "/generate", data=body) as response:
-            if response.status != 200:
-                raise _refused(url, response.status, await response.read())
+        invalid, OSError if the connection fails."""
+        with await self._post(url, "/generate", body) as reply:
+            if reply.status != 200:
+                raise _refused(url, reply.status, await reply.read(), dict(reply.headers))
             if not stream:
-                take(read_reply(_load(url, await response.read())))
+                take(read_reply(_load(url, await reply.read())))
                 return
             buffer = b""
-            async for chunk in response.content.iter_any():
+            while chunk := await reply.piece():
                 events = (buffer + chunk).split(b"\n\n")
                 buffer = events.pop()
+                if len(buffer) > MAX_EVENT:
+                    raise EngineError(f"{url} sent an event of more than {MAX_EVENT} bytes")
                 data = [event[5:].strip() for event in events if event.startswith(b"data:")]
                 data = [event for event in data if event != b"[DONE]"]
                 if data:  # events are cumulative: the newest contains the others
                     piece = read_reply(_event(url, data[-1]), partial=True)
                     take(piece)
                     if piece.finish:
+                        reply.release()
                         return
-            raise aiohttp.ServerDisconnectedError("the stream ended before the finish event")
+            raise ConnectionLost("the stream ended before the finish event")
 
     async def info(self, url: str) -> dict[str, Any] | None:
         """The reply of `/model_info`; None if the request fails. Raises ProbeTimeout."""
-        info = await self._probe(url + "/model_info")
+        info = await self._probe(url, "/model_info")
         return info if isinstance(info, dict) else None
 
     async def is_healthy(self, url: str) -> bool:
         """Whether a router answers `/health`. Raises ProbeTimeout."""
-        return await self._probe(url + "/health") is not None
+        return await self._probe(url, "/health") is not None
 
-    async def _probe(self, address: str) -> Any:
+    async def _probe(self, url: str, path: str) -> Any:
         try:
             async with delay_tolerant_timeout(self._probe_timeout_s):
-                status, data = await self._send("GET", address)
+                with await self._http.send(*_get(url, path)) as reply:
+                    data = await reply.read()
         except TimeoutError:
             raise ProbeTimeout from None
-        except (aiohttp.ClientError, OSError, UnicodeError):  # UnicodeError: invalid host name
+        except (OSError, ValueError):  # ValueError: invalid URL
             return None
-        if status != 200:
+        if reply.status != 200:
             return None
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError:
             return data
+
+    async def _post(self, url: str, path: str, body: bytes) -> Http1Reply:
+        origin, head = _post_head(url, path)
+        return await self._http.send(origin, b"%b%d\r\n\r\n%b" % (head, len(body), body))
 
     def abort(self, urls: tuple[str, ...], rid: str) -> None:
         """Aborts a request on the engines in a background task."""
@@ -133,12 +112,25 @@ class EngineClient(HttpClient):
         task.add_done_callback(self._aborts.discard)
 
     async def _abort(self, urls: tuple[str, ...], rid: str) -> None:
-        timeout = aiohttp.ClientTimeout(total=self._connect_s)
         body = orjson.dumps({"rid": rid})
         for url in urls:
-            with contextlib.suppress(aiohttp.ClientError, OSError):  # an unreachable engine runs no requests
-                async with self.http.post(url + "/abort_request", data=body, timeout=timeout):
-                    pass
+            with contextlib.suppress(OSError, ValueError):  # an unreachable engine runs no requests
+                async with asyncio.timeout(self._connect_s):
+                    with await self._post(url, "/abort_request", body) as reply:
+                        await reply.read()
+
+
+@lru_cache(maxsize=4096)
+def _post_head(url: str, path: str) -> tuple[Origin, bytes]:
+    """Returns an engine's origin and the head of a request, up to the content length."""
+    origin, target, headers = parse_url(url + path)
+    line = b"POST %b HTTP/1.1\r\n" % target.encode()
+    return origin, line + headers + b"content-type: application/json\r\ncontent-length: "
+
+
+def _get(url: str, path: str) -> tuple[Origin, bytes]:
+    origin, target, headers = parse_url(url + path)
+    return origin, b"GET %b HTTP/1.1\r\n%b\r\n" % (target.encode(), headers)
 
 
 def _load(url: str, data: bytes) -> Any:
@@ -157,8 +149,12 @@ def _event(url: str, data: bytes) -> Any:
     return payload
 
 
-def _refused(url: str, status: int, data: bytes) -> EngineError:
+def _refused(url: str, status: int, data: bytes, headers: Mapping[bytes, bytes] | None = None) -> EngineError:
     text = data[:300].decode(errors="replace")
+    if 300 <= status < 400:
+        places = [value for name, value in (headers or {}).items() if name.lower() == b"location"]
+        place = b"".join(places).decode("latin-1")[:300] or "no address"
+        return EngineError(f"{url} redirects to {place}; give this address as the engine's")
     if status in _REFUSALS:
         message = error_in(data).get("message")
         return RequestRefusedError(url, message[:1000] if isinstance(message, str) else text)

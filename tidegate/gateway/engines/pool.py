@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
 from collections.abc import Callable, Collection
 from hashlib import blake2b
-
-import aiohttp
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.client import EngineClient
@@ -34,6 +33,8 @@ from tidegate.service.backoff import backoff_s
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+_OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+"""Errors of a connection whose cause is the gateway's own process or machine, not the engine."""
 LAST_EVENT_S = 10.0
 """Time limit for an engine to end an aborted request with the event that attests its versions."""
 
@@ -245,8 +246,9 @@ class EnginePool:
                 stream = request.should_stream(result)
                 await self._client.generate(engine.url, request_body(request, result, rid), stream, take)
             engine.failures = 0
-        except (aiohttp.ClientError, OSError) as error:
-            self._failed(engine, at_once=True)
+        except OSError as error:
+            own = error.errno in _OWN_LIMITS
+            self._failed(engine, at_once=not own, counts=not own)
             if isinstance(error, TimeoutError):  # HealthProbe rescheduled it: the engine hangs
                 self._client.abort(engine.control, rid)
             if len(piece.logprobs) != len(piece.ids):
