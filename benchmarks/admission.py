@@ -101,7 +101,7 @@ class Unchecked(World):
         """Checks nothing: the formula's counts differ from the ledger's."""
 
     def _publish(self, cut: object) -> None:
-        self.core.mark_live(self.core.reserve_version(self.step))
+        self.core.mark_live(self.core.versions.reserve(self.step))
 
 
 def baseline(bound: int) -> dict[str, object]:

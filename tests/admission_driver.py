@@ -342,7 +342,7 @@ class World:
         age = self.core.version - self.oldest[name]
         sampled = range(self.oldest[name], self.newest[name] + 1)
         bound, least = self.rules.max_staleness, self.rules.min_group_size
-        fresh = (bound is None or age <= bound) and not self.core.abandoned.intersection(sampled)
+        fresh = (bound is None or age <= bound) and not self.core.versions.abandoned.intersection(sampled)
         if fits := fresh and least <= number <= self.rules.group_size:
             self.offered[name] = number
         entries = len(self.book)
@@ -419,7 +419,7 @@ class World:
     def _publish(self, selection: BatchSelection) -> None:
         if self.step % self.rules.publish_interval:
             return
-        version = self.core.reserve_version(self.step)
+        version = self.core.versions.reserve(self.step)
         sampled = {name: self.oldest[name] for name in self.core.groups}
         for group in self.core.will_be_stale(version, sampled):
             self.core.end_stale(group, version, sampled[group])
@@ -466,7 +466,7 @@ class World:
         self.step = start.step
         self.parts.clear()
         # Opening writes entries, which are checked against this version.
-        self.core.version = start.version
+        self.core.versions.live = start.version
         resumed = restore_admission(start, self.enter, self.rules, kept, sealed)
         self.core = resumed.admission
         for group in resumed.leased:

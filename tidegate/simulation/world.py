@@ -61,7 +61,11 @@ class SimulatedRun:
     def run(self) -> Figures:
         warm = max(1, self.scenario.steps // 10)
         self._start_groups()
-        while self._step < self.scenario.steps and not self._core.no_progress_reason() and self.clock.step():
+        while (
+            self._step < self.scenario.steps
+            and not self._core.streaks.no_progress_reason()
+            and self.clock.step()
+        ):
             if self._step == warm and not self._counts.begun:
                 self._counts.begin(warm)
         return self._counts.figures(self._step, self.scenario)
@@ -191,7 +195,7 @@ class SimulatedRun:
         if self._step % self.scenario.rules.publish_interval:
             self._wait_again()
         else:
-            self._publish(self._core.reserve_version(self._step))
+            self._publish(self._core.versions.reserve(self._step))
 
     def _publish(self, version: int) -> None:
         sampled = {

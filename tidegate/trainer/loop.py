@@ -145,7 +145,7 @@ class Loop:
         if self.promotion is not None:
             metrics = await self.promotion.publish(self.step)
         else:
-            version = self.admission.reserve_version(self.step)
+            version = self.admission.versions.reserve(self.step)
             await self.publisher.publish(version)
             self.admission.mark_live(version)
             metrics = {"time/publish": time.monotonic() - opened}

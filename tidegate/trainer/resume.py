@@ -102,10 +102,10 @@ def restore_admission(
     for name in cancelled:
         cancel_lost(past, name, record)
     admission = Admission(rules, record, epoch=epoch, version=start.version, step=start.step)
-    admission.group_counts += past.counts(past.groups)
-    admission.attempt_counts += past.counts(past.attempts)
+    admission.group_counts.update(past.counts(past.groups))
+    admission.attempt_counts.update(past.counts(past.attempts))
     admission.failures = past.failures()
-    admission.abandoned = past.abandoned
+    admission.versions.abandoned = past.abandoned
     progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
     admission.restore(progress, past.groups.values())
     admission.quarantined = set(past.quarantined)

@@ -273,7 +273,7 @@ class Training:
         checkpoint = await self._restore(request.step)
         why = f"requested by tidegate versions; the policy is that of step {request.step}"
         admission.roll_back(admission.version, checkpoint.state["version"], step, why)
-        version = admission.reserve_version(step)
+        version = admission.versions.reserve(step)
         await self.publisher.publish(version)
         admission.mark_live(version)
         self.batches.on_freed()

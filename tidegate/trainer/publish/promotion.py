@@ -82,7 +82,7 @@ class Promotion:
             Metrics of the test.
         """
         began, live = time.monotonic(), self.admission.version
-        version = self.admission.reserve_version(step, candidate=True)
+        version = self.admission.versions.reserve(step, candidate=True)
         weights = await self.publisher.write_candidate(version)
         self.active = True
         try:
@@ -90,7 +90,7 @@ class Promotion:
         finally:
             self.active = False
         if decision.promoted:
-            self.admission.promote(version, step, decision.why, decision.figures)
+            self.admission.versions.promote(version, step, decision.why, decision.figures)
             await self.publisher.publish_candidate(weights, version)
             await self.engines.release()
             self.admission.mark_live(version)

@@ -87,7 +87,7 @@ class Rollout:
     def _raise_if_broken(self) -> None:
         if self._broken is not None:
             raise self._broken
-        if (why := self.admission.no_progress_reason()) is not None:
+        if (why := self.admission.streaks.no_progress_reason()) is not None:
             failure = f"; the last failure: {self.last_failure}" if self.last_failure else ""
             raise NoUsableEpisodesError(f"training stopped: {why}{failure}")
 
@@ -161,7 +161,7 @@ class Rollout:
         """Make a group ready; it ends as failed if a judge is to rank it and gives no verdict."""
         why = await self.episodes.gateway.seal_group(group.id, task.id, sessions, self.episodes.epoch)
         if why is None:
-            self.admission.unranked_in_a_row = 0
+            self.admission.streaks.unranked = 0
             return
         self.last_failure = f"{Outcome.REWARD_ERROR}: {why}"
         self.admission.fail_group(group.id, Outcome.REWARD_ERROR, why)

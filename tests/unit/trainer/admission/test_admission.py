@@ -54,7 +54,7 @@ class Driver:
         return group
 
     def publish(self, step: int) -> None:
-        self.core.mark_live(self.core.reserve_version(step))
+        self.core.mark_live(self.core.versions.reserve(step))
 
     def ends(self, kind: str = "group") -> Counter[str]:
         return Counter(one["state"] for one in self.book if one["kind"] == kind and one["event"] == "ended")
@@ -93,21 +93,21 @@ def test_bound_is_hard_and_unknown_or_future_versions_are_never_fresh(
     oldest: int | None, fresh: bool
 ) -> None:
     driver = Driver(max_staleness=1)
-    driver.core.version = driver.core._reserved = 6
-    assert driver.core.admissible(oldest) is fresh
+    driver.core.versions.live = driver.core.versions.reserved = 6
+    assert driver.core.versions.admissible(oldest) is fresh
 
 
 def test_without_a_bound_everything_known_is_admissible() -> None:
     driver = Driver(max_staleness=None)
-    driver.core.version = 1000
-    assert driver.core.admissible(0)
-    assert not driver.core.admissible(None)
+    driver.core.versions.live = 1000
+    assert driver.core.versions.admissible(0)
+    assert not driver.core.versions.admissible(None)
 
 
 def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
     driver = Driver(max_staleness=0, max_stale_retries=1)
     first, second = driver.ready(0), driver.ready(0)
-    driver.core.version = driver.core._reserved = 1
+    driver.core.versions.live = driver.core.versions.reserved = 1
     assert driver.core.select_batch() is None
     assert driver.ends() == {"stale": 2}
     again = driver.core.next_ticket()
@@ -188,11 +188,11 @@ def test_hopeless_only_after_a_run_of_failures() -> None:
     driver = Driver(max_attempts=1)
     for _ in range(7):
         driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert driver.core.no_progress_reason() is None
+    assert driver.core.streaks.no_progress_reason() is None
     driver.finish(driver.start(), Outcome.AGENT_ERROR)
-    assert "8 groups all failed" in str(driver.core.no_progress_reason())
+    assert "8 groups all failed" in str(driver.core.streaks.no_progress_reason())
     driver.finish(driver.start())
-    assert driver.core.no_progress_reason() is None
+    assert driver.core.streaks.no_progress_reason() is None
 
 
 def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
@@ -203,15 +203,15 @@ def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
             driver.core.filter_group(driver.ready(0))
 
     filtered(319)
-    assert driver.core.no_progress_reason() is None
+    assert driver.core.streaks.no_progress_reason() is None
     filtered(1)
-    assert "320 groups were filtered" in str(driver.core.no_progress_reason())
+    assert "320 groups were filtered" in str(driver.core.streaks.no_progress_reason())
     for _ in range(10):
         driver.ready(0)
     selection = driver.core.select_batch()
     assert selection is not None
     driver.core.step(selection, 1)
-    assert driver.core.no_progress_reason() is None
+    assert driver.core.streaks.no_progress_reason() is None
 
 
 def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
@@ -243,12 +243,12 @@ def test_versions_only_rise_and_are_announced_first() -> None:
     driver = Driver()
     with pytest.raises(LedgerError):
         driver.core.mark_live(1)
-    version = driver.core.reserve_version(1)
+    version = driver.core.versions.reserve(1)
     driver.core.mark_live(version)
     with pytest.raises(LedgerError):
         driver.core.mark_live(version)
     assert [one["version"] for one in driver.book if one["event"] == "publishing"] == [1]
-    failed, again = driver.core.reserve_version(2), driver.core.reserve_version(2)
+    failed, again = driver.core.versions.reserve(2), driver.core.versions.reserve(2)
     assert (failed, again) == (2, 3), "a number whose publish failed is spent"
 
 
@@ -259,14 +259,16 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     assert progress == AdmissionProgress(2, [TaskTicket(0), TaskTicket(1)])
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
-    resumed.abandoned = {7, 8}
+    resumed.versions.abandoned = {7, 8}
     assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
-    assert resumed.admissible(6)
-    assert not resumed.admissible(7)
-    assert not resumed.admissible(8)
-    assert resumed.admissible(9)
-    assert not resumed.admissible(6, 7), "a token of the lineage that was left, beside an older one"
-    assert not resumed.admissible(6, 9), "whoever has such tokens on both sides may have some in between"
+    assert resumed.versions.admissible(6)
+    assert not resumed.versions.admissible(7)
+    assert not resumed.versions.admissible(8)
+    assert resumed.versions.admissible(9)
+    assert not resumed.versions.admissible(6, 7), "a token of the lineage that was left, beside an older one"
+    assert not resumed.versions.admissible(6, 9), (
+        "whoever has such tokens on both sides may have some in between"
+    )
     group = resumed.start_group(TaskTicket(0), "task0")
     assert group is not None
     assert group.id not in {one.get("id") for one in driver.book}, "ids never collide across epochs"
@@ -491,7 +493,7 @@ def test_an_older_ledgers_quarantine_for_an_outage_does_not_outlive_a_resume() -
 
 def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() -> None:
     driver = Driver(max_staleness=1)
-    version = driver.core.reserve_version(1)
+    version = driver.core.versions.reserve(1)
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
     driver.core.mark_live(version)
     assert driver.core.blocked_by() is None

@@ -232,7 +232,7 @@ class Life:
         self.step += 1
         core.step(selection, self.step)
         self.chosen.append(ticket.index)
-        core.mark_live(core.reserve_version(self.step))
+        core.mark_live(core.versions.reserve(self.step))
         progress = asdict(core.progress())
         self.marker = Checkpoint(Path(), self.step, {**progress, "ledger": len(self.book)})
         self.kept = len(self.chosen)

@@ -71,7 +71,7 @@ def _step(run_dir: Path, core: Admission, step: int) -> None:
         "".join(json.dumps(one) + "\n" for one in found)
     )
     core.step(selection, step)
-    core.mark_live(core.reserve_version(step))
+    core.mark_live(core.versions.reserve(step))
 
 
 def test_an_honest_run_holds(run_dir: Path) -> None:

@@ -338,8 +338,8 @@ def test_a_run_that_never_committed_begins_again_under_new_versions(tmp_path: Pa
     assert (start.step, start.version, start.checkpoint) == (0, 4, None)
     with Ledger(run_dir / "ledger.jsonl") as ledger:
         admission = restore_admission(start, ledger.record, Rules.of(settings(tmp_path)), {}).admission
-        assert (admission.epoch, admission.version, admission.abandoned) == (2, 4, {3})
-        assert admission.reserve_version(1) == 5
+        assert (admission.epoch, admission.version, admission.versions.abandoned) == (2, 4, {3})
+        assert admission.versions.reserve(1) == 5
     *_, begun, _ = read_ledger(run_dir / "ledger.jsonl")
     assert begun["rules"] == {
         "groups_per_batch": 16, "group_size": 8, "min_group_size": 8, "max_staleness": 2, "max_attempts": 3,

@@ -37,14 +37,14 @@ def recorded(tmp_path: Path) -> tuple[Path, Callable[[LedgerEntry], None], Admis
 
 def test_each_version_has_the_state_that_its_entries_give_it(recorded: Any) -> None:
     path, record, admission = recorded
-    admission.reserve_version(1, candidate=True)
+    admission.versions.reserve(1, candidate=True)
     assert states(path) == {0: "live", 1: "in test"}
-    admission.promote(1, 1, "better", FIGURES)
+    admission.versions.promote(1, 1, "better", FIGURES)
     admission.mark_live(1)
     assert states(path) == {0: "superseded", 1: "live"}
-    admission.reserve_version(2, candidate=True)
+    admission.versions.reserve(2, candidate=True)
     admission.roll_back(2, 1, 2, "worse", FIGURES)
-    admission.reserve_version(3, candidate=True)
+    admission.versions.reserve(3, candidate=True)
     record(entry("run", "ended", step=3, version=1))
     assert states(path) == {0: "superseded", 1: "live", 2: "rolled back", 3: "not tested"}
     worse = version_records(read_ledger(path))[2]
@@ -54,25 +54,25 @@ def test_each_version_has_the_state_that_its_entries_give_it(recorded: Any) -> N
 def test_a_roll_back_by_hand_gives_up_every_version_after_its_target(recorded: Any) -> None:
     path, _, admission = recorded
     for version in (1, 2, 3):
-        admission.reserve_version(version)
+        admission.versions.reserve(version)
         admission.mark_live(version)
     admission.roll_back(3, 1, 3, "by hand")
-    admission.reserve_version(3)
+    admission.versions.reserve(3)
     admission.mark_live(4)
     assert states(path) == {
         0: "superseded", 1: "superseded", 2: "rolled back", 3: "rolled back", 4: "live"
     }  # fmt: skip
-    assert read_ledger_state(path).abandoned == {2, 3} == admission.abandoned
-    assert not admission.admissible(1, 2)
-    assert not admission.admissible(2, 4)
-    assert admission.admissible(4, 4)
+    assert read_ledger_state(path).abandoned == {2, 3} == admission.versions.abandoned
+    assert not admission.versions.admissible(1, 2)
+    assert not admission.versions.admissible(2, 4)
+    assert admission.versions.admissible(4, 4)
 
 
 def test_a_resume_from_before_a_promotion_abandons_it(recorded: Any) -> None:
     path, record, admission = recorded
     position = len(path.read_text().splitlines())
-    admission.reserve_version(1, candidate=True)
-    admission.promote(1, 1, "better", FIGURES)
+    admission.versions.reserve(1, candidate=True)
+    admission.versions.promote(1, 1, "better", FIGURES)
     record(entry("run", "started", epoch=2, step=0, version=2, position=position))
     assert states(path) == {0: "superseded", 1: "abandoned", 2: "live"}
     assert read_ledger_state(path).abandoned == {1}
@@ -80,11 +80,11 @@ def test_a_resume_from_before_a_promotion_abandons_it(recorded: Any) -> None:
 
 def test_groups_may_start_while_a_candidate_is_tested_and_not_while_it_goes_live(recorded: Any) -> None:
     _, _, admission = recorded
-    admission.reserve_version(1, candidate=True)
+    admission.versions.reserve(1, candidate=True)
     assert admission.blocked_by() is None
-    admission.promote(1, 1, "better", FIGURES)
+    admission.versions.promote(1, 1, "better", FIGURES)
     assert "being published" in (admission.blocked_by() or "")
     admission.mark_live(1)
-    admission.reserve_version(2, candidate=True)
+    admission.versions.reserve(2, candidate=True)
     admission.roll_back(2, 1, 2, "worse", FIGURES)
     assert admission.blocked_by() is None

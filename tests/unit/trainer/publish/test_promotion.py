@@ -110,7 +110,7 @@ async def test_a_worse_candidate_is_given_up_and_the_policy_restored(mode: str) 
     assert world.events == ["publishing", "rolled_back"]
     assert world.done[:4] == ["write 1", "release", "discard candidate-1", "restore"]
     assert (world.admission.version, world.promotion.live_step) == (0, 3)
-    assert world.admission.abandoned == {1}
+    assert world.admission.versions.abandoned == {1}
     assert (metrics["promotion/promoted"], metrics["promotion/live_reward"]) == (0.0, 1.0)
     world.rewards = 1.0
     if mode == "evaluated":
@@ -157,7 +157,7 @@ async def test_a_stop_ends_a_test_without_a_result() -> None:
     assert world.events == ["publishing"]
     assert world.done[:3] == ["write 1", "release", "discard candidate-1"]
     assert world.promotion.live_step is None
-    assert not world.admission.abandoned, "the policy goes on from these weights"
+    assert not world.admission.versions.abandoned, "the policy goes on from these weights"
 
 
 @pytest.mark.parametrize(("decided", "event"), [(True, "promoted"), (False, "rolled_back")])

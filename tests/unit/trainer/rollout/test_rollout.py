@@ -254,7 +254,7 @@ async def test_a_group_without_a_ranking_fails_with_all_its_episodes(make: Calla
         ("group", "failed", None),
     ]
     assert stage.core.quarantined == set(), "the task is not to blame"
-    assert stage.core.no_progress_reason() is None
+    assert stage.core.streaks.no_progress_reason() is None
 
 
 async def test_a_judge_that_ranks_nothing_stops_the_run(make: Callable[..., Stage]) -> None:
@@ -309,7 +309,7 @@ async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: C
     stage = make(Script(hold=asyncio.Event()))
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
-        version = stage.core.reserve_version(1)
+        version = stage.core.versions.reserve(1)
         await stage.rollout.cancel_stale(version)
         stage.core.mark_live(version)
         assert stage.core.group_counts["stale"] == 2
@@ -406,7 +406,7 @@ async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage
 
 async def test_where_every_group_is_filtered_it_says_so(make: Callable[..., Stage]) -> None:
     stage = make(Script())
-    stage.core.filtered_in_a_row = 255
+    stage.core.streaks.filtered = 255
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
         stage.core.lease("g1-000001", 0)

@@ -1,0 +1,153 @@
+"""Outstanding groups and their attempts. Each issue and end is counted, and entered in the ledger."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+from tidegate.trainer.admission.curriculum import Curriculum
+from tidegate.trainer.admission.outage import Outage
+from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot
+from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
+from tidegate.types import Group, Outcome
+
+
+class OutstandingGroups:
+    """Groups from their issue until their end or the publish after their step.
+
+    Args:
+        rules: Limits that decide which slots are settled.
+        record: Receives every ledger entry, in order.
+        outage: Is notified of attempts that start or are cancelled.
+        curriculum: Receives the results of groups that ended.
+    """
+
+    def __init__(
+        self, rules: Rules, record: Callable[[LedgerEntry], None], outage: Outage, curriculum: Curriculum
+    ) -> None:
+        self.by_id: dict[str, GroupState] = {}
+        self.group_counts: Counter[State] = Counter()
+        self.attempt_counts: Counter[State] = Counter()
+        self.unsettled = 0
+        """Number of slots whose episodes run or will be attempted again."""
+        self.leased: deque[str] = deque()
+        """Leased groups that no batch has taken yet, in order of completion."""
+        self._rules = rules
+        self._record = record
+        self._outage = outage
+        self._curriculum = curriculum
+        self._attempts: dict[str, tuple[str, int]] = {}
+
+    def issue(self, group: GroupState, **details: object) -> None:
+        """Add a group."""
+        self.by_id[group.id] = group
+        self.unsettled += len(group.slots)
+        self.group_counts[State.LIVE] += 1
+        self._record(entry("group", "issued", id=group.id, task=group.task, **details))
+
+    def issue_attempt(self, group: GroupState, slot: int, attempt: str, number: int) -> None:
+        """Add the attempt with this number to a slot."""
+        self._attempts[attempt] = (group.id, slot)
+        self.attempt_counts[State.LIVE] += 1
+        self._record(entry("attempt", "issued", id=attempt, group=group.id, slot=slot, number=number))
+
+    def add_client_group(self, group: Group, version: int) -> None:
+        """Add a group that a client formed, with its finished attempts, as ready."""
+        state = GroupState(group.id, group.task_id, None, [], Phase.READY, client=group.client)
+        self.issue(state, version=version, client=group.client, episodes=len(group.trajectories))
+        for trajectory in group.trajectories:
+            slot = trajectory.slot or 0
+            attempt = f"{group.id}.{slot}.1"
+            state.slots += [Slot() for _ in range(slot + 1 - len(state.slots))]
+            state.slots[slot] = Slot(issued=1, done=attempt, outcome=trajectory.outcome)
+            self.issue_attempt(state, slot, attempt, 1)
+
+    def slot_of(self, attempt: str) -> tuple[GroupState, int] | None:
+        """Return the group and the slot of an attempt; None if it has ended."""
+        if attempt not in self._attempts:
+            return None
+        group_id, slot = self._attempts[attempt]
+        return self.by_id[group_id], slot
+
+    def end(self, group: GroupState, state: State, **details: object) -> None:
+        """End a group that no step was taken on."""
+        self._record_end(group, state, **details)
+        del self.by_id[group.id]
+        if group.phase is Phase.RUNNING:
+            self.unsettled -= sum(not slot.settled(self._rules) for slot in group.slots)
+        elif group.phase is Phase.LEASED:
+            self.leased.remove(group.id)
+
+    def _record_end(self, group: GroupState, state: State, **details: object) -> None:
+        """Record the ends of a group's attempts, then its own: no attempt is live in an ended group."""
+        for slot in group.slots:
+            if slot.done is not None:
+                self.end_attempt(slot.done, state, slot.outcome or Outcome.COMPLETED, None)
+            if slot.running is not None:
+                self.end_attempt(slot.running, State.CANCELLED, Outcome.CANCELLED, f"group {state}")
+        self.group_counts[State.LIVE] -= 1
+        self.group_counts[state] += 1
+        episodes = len(group.successful_attempts())
+        if group.solved is not None:
+            details |= {"solved": group.solved, "episodes": episodes}
+        self._record(entry("group", "ended", id=group.id, state=state.value, **details))
+        if group.solved is not None and group.ticket is not None:
+            step = self._curriculum.step
+            self._curriculum.observe(group.task, group.task_kind, group.solved, episodes, step)
+
+    def select(self, chosen: Sequence[str]) -> list[GroupState]:
+        """Take leased groups for a batch, and return them."""
+        taken = set(chosen)
+        self.leased = deque(group_id for group_id in self.leased if group_id not in taken)
+        groups = [self.by_id[group_id] for group_id in chosen]
+        for group in groups:
+            group.phase = Phase.SELECTED
+        return groups
+
+    def step(self, selection: BatchSelection, step: int) -> None:
+        """End the groups of a batch as `stepped`; they make room when the new version is live."""
+        untrained = {"untrained": selection.untrained} if selection.untrained else {}
+        for group_id, age in zip(selection.groups, selection.staleness, strict=True):
+            group = self.by_id[group_id]
+            group.phase = Phase.UNPUBLISHED
+            self._record_end(
+                group, State.STEPPED, step=step, version=selection.version, oldest=group.oldest,
+                staleness=age, **untrained,
+            )  # fmt: skip
+            if not self._rules.publishes:
+                del self.by_id[group_id]
+
+    def end_attempt(
+        self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object
+    ) -> None:
+        """Record the end of an attempt."""
+        if state is not State.FAILED or outcome.trainable:
+            self._outage.forget(attempt)
+        del self._attempts[attempt]
+        self.attempt_counts[State.LIVE] -= 1
+        self.attempt_counts[state] += 1
+        self._record(
+            entry(
+                "attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why, **details
+            )
+        )  # fmt: skip
+
+    def remove_unpublished(self) -> None:
+        """Make room for the groups that were trained on since the last publish."""
+        for group_id in [g.id for g in self.by_id.values() if g.phase is Phase.UNPUBLISHED]:
+            del self.by_id[group_id]
+
+    def commit(self) -> None:
+        """Count `stepped` groups as `trained`, as a checkpoint's marker was written."""
+        for counts in (self.group_counts, self.attempt_counts):
+            counts[State.TRAINED] += counts.pop(State.STEPPED, 0)
+
+    def resume(self, group: GroupState) -> None:
+        """Add a group of an earlier epoch, which the ledger has already."""
+        self.by_id[group.id] = group
+        if group.phase is Phase.LEASED:
+            self.leased.append(group.id)
+        for number, slot in enumerate(group.slots):
+            if slot.done is not None:
+                self._attempts[slot.done] = (group.id, number)
