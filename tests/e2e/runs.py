@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tests import REPO
-from tidegate.trainer.ledger.audit import Audit, audit_run
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.ledger.audit_result import Audit
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
 SMALL = [

@@ -18,7 +18,8 @@ from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.credit import Credit, GroupCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
-from tidegate.trainer.ledger.audit import audit_run, summary
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.ledger.audit_result import summary
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import start_processes

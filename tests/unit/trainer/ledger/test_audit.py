@@ -15,7 +15,8 @@ from tidegate.errors import LedgerError
 from tidegate.settings import sections
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.ledger.audit import audit_run, summary, table
+from tidegate.trainer.ledger.audit import audit_run
+from tidegate.trainer.ledger.audit_result import summary, table
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.types import Outcome
