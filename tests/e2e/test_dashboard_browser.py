@@ -15,6 +15,7 @@ from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
 from tests.unit.viewer.service_run import write_service_run
+from tests.unit.viewer.viewer_run import write_run
 from tests.waiting import announced
 from tidegate.trainer.ledger.entries import entry
 
@@ -28,10 +29,11 @@ TIP = "document.getElementById('tooltip')"
 
 
 @contextlib.contextmanager
-def viewed(run_dir: Path, scratch: Path) -> Iterator[str]:
-    """Serves a run; yields the URL."""
+def viewed(run_dir: Path, scratch: Path, *others: Path) -> Iterator[str]:
+    """Serves a run, or several; yields the URL."""
     address = scratch / f"{run_dir.name}.address"
-    command = [sys.executable, "-m", "tidegate", "view", str(run_dir), "--port", "0", "--owned",
+    runs = [str(path) for path in (run_dir, *others)]
+    command = [sys.executable, "-m", "tidegate", "view", *runs, "--port", "0", "--owned",
                "--announce", str(address)]  # fmt: skip
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     try:
@@ -267,6 +269,83 @@ async def test_a_run_without_clients_has_no_such_page(port: int, url: str) -> No
         assert not await page.look("document.querySelector('a[href=\"#/service\"]').getClientRects().length")
 
 
+CURVES = "[...document.querySelectorAll('.curves figure')].map(one => one.dataset.title)"
+
+
+async def test_any_metric_is_found_by_name_and_its_curve_stays_in_the_address(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        await page.press("g", "m")
+        await page.until(f"{CURVES}.length === 3")
+        assert await page.look(CURVES) == ["reward/mean", "eval/reward", "entropy"]
+        groups = "[...document.querySelectorAll('.chooser details')].map(one => one.dataset.group)"
+        assert await page.look(groups) == sorted(await page.look(groups))
+        assert {"reward", "eval", "time"} <= set(await page.look(groups))
+        await page.look("document.querySelector('.search').focus()")
+        await page.press(*"wait")
+        shown = "[...document.querySelectorAll('.metric:not([hidden])')].map(one => one.dataset.key)"
+        assert await page.look(shown) == ["time/wait_for_batch"]
+        await page.look("document.querySelector('.metric:not([hidden]) input').click()")
+        await page.until(f"{CURVES}.includes('time/wait_for_batch')")
+        await page.look("document.querySelector('input[name=\"x axis\"][value=tokens]').click()")
+        title = "document.querySelector('.curves [data-title=\"reward/mean\"] text.title.end')?.textContent"
+        await page.until(f"{title} === 'sampled tokens'")
+        chosen = await page.look("location.href")
+        await page.open(f"{url}/#/steps")
+        await page.open(chosen)
+        await page.until(f"{CURVES}.length === 4")
+        await page.until(f"{title} === 'sampled tokens'")
+        await page.look("document.querySelector('.chooser button').click()")
+        await page.until(f"{CURVES}.length === 0")
+        clean(page, url)
+
+
+async def test_several_runs_are_compared_on_one_page(port: int, tmp_path: Path) -> None:
+    one, two = write_dashboard_run(tmp_path / "one"), write_run(tmp_path / "two", steps=40)
+    (tmp_path / "two" / "config.toml").write_text(
+        (one.dir / "config.toml").read_text().replace("max_staleness = 2", f'max_staleness = "{EVIL}"')
+    )
+    with viewed(one.dir, tmp_path, two) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/")
+            assert await page.look("document.querySelector('h1').textContent") == "2 runs"
+            await page.until("document.querySelectorAll('.curves figure > svg').length > 2")
+            legend = "document.querySelector('[data-title=\"reward/mean\"] .legend').textContent"
+            assert await page.look(legend) == "onetwo"
+            lines = "document.querySelectorAll('[data-title=\"reward/mean\"] polyline:not(.faint)')"
+            colours = f"[...{lines}].map(one => getComputedStyle(one).stroke)"
+            assert len(set(await page.look(colours))) == 2
+            cells = "[...document.querySelectorAll('#differences tbody tr')].map(one => one.innerText)"
+            assert await page.look(cells) == [f"trainer.max_staleness\t2\t{EVIL}"]
+            assert await page.look("window.pwned === undefined")
+            finals = "[...document.querySelectorAll('#finals tbody tr')].map(one => one.innerText)"
+            assert "steps\t3 of 4\t40 of 4" in await page.look(finals)
+            # A run is hidden; the charts are drawn without it, and the address remembers it.
+            await page.look("document.querySelectorAll('.chips.runs input')[1].click()")
+            await page.until(f"{legend} === 'one'")
+            assert (await page.look("location.hash")).endswith("hide=1")
+            for width in (1400, 420):
+                await page.width(width)
+                assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0
+            # A new step of a run that goes on is drawn without a reload.
+            await page.look("window.stayed = true")
+            write_step(one, 4)
+            await page.until(f"{finals}.some(text => text.startsWith('steps\t4 of 4'))")
+            chart = "document.querySelector('[data-title=\"reward/mean\"]').dataset.chart"
+            await page.until(f"/\\[4(\\.0)?,/.test({chart})")
+            assert await page.look("window.stayed")
+            # To one run's own pages, and back.
+            await page.look("document.querySelector('#finals thead a').click()")
+            await page.until("location.pathname === '/run/0/' && document.querySelector('#content h1')")
+            await page.press("g", "s")
+            await page.until("document.querySelectorAll('main tbody tr').length === 4")
+            await page.look("document.querySelector('.top .all').click()")
+            await page.until(
+                "location.pathname === '/' && document.querySelector('h1')?.innerText === '2 runs'"
+            )
+            clean(page, url)
+
+
 async def test_charts_are_drawn_at_their_width_with_titles_of_the_axes(port: int, url: str) -> None:
     """Text in a scaled drawing would be unreadable in a narrow window."""
     scales = """[...document.querySelectorAll('figure > svg')].map(svg =>
@@ -293,6 +372,7 @@ async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
         group = "step/1/group/g1-good"
         for place in (
             "",
+            "metrics",
             "steps",
             "step/1",
             group,

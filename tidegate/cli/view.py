@@ -22,11 +22,12 @@ PORT = 8080
 def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "view",
-        help="show a run in the browser, down to single tokens",
-        description="Serve a read-only page on a run's files, during the run or afterwards.",
+        help="show a run in the browser, down to single tokens; compare several",
+        description="Serve a read-only page on the files of a run, or of several side by side, during the "
+        "run or afterwards. Without RUN, list the runs.",
     )
     parser.add_argument(
-        "run_dir", metavar="RUN", nargs="?", type=Path, help="run directory, or its name in --dir"
+        "run_dirs", metavar="RUN", nargs="*", type=Path, help="run directory, or its name in --dir"
     )
     parser.add_argument("--dir", type=Path, default=RUNS, help="directory of the runs (runs)")
     add_address(parser, PORT)
@@ -35,16 +36,24 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
-    if arguments.run_dir is None:
+    if not arguments.run_dirs:
         return _list(arguments.dir)
     from tidegate.service.serve import Listen, url_of
     from tidegate.viewer.dashboard.app import is_loopback, serve
+    from tidegate.viewer.dashboard.comparison import MOST_RUNS
     from tidegate.viewer.dashboard.run import FollowedRun
 
-    followed = FollowedRun(run_directory(arguments.run_dir, arguments.dir))
+    paths = [run_directory(path, arguments.dir) for path in arguments.run_dirs]
+    resolved = [path.resolve() for path in paths]
+    if again := [path for path in paths if resolved.count(path.resolve()) > 1]:
+        raise ConfigError(f"{again[0]} is named twice; name each run once")
+    if len(paths) > MOST_RUNS:
+        raise ConfigError(f"{len(paths)} runs are too many for one page, which shows at most {MOST_RUNS}")
+    followed = [FollowedRun(path) for path in paths]
     listen = Listen(arguments.host, arguments.port or 0, arguments.announce, arguments.owned)
     sock = _bind(listen, chosen=arguments.port is not None)
-    print(f"{followed.dir} is shown at {url_of(sock)}  (Ctrl-C ends this)", flush=True)
+    shown = f"{paths[0]} is" if len(paths) == 1 else f"{len(paths)} runs are"
+    print(f"{shown} shown at {url_of(sock)}  (Ctrl-C ends this)", flush=True)
     if not is_loopback(arguments.host):
         warning = "anyone who reaches this address can read the run, because it has no access control"
         print(f"tidegate: --host {arguments.host}: {warning}", file=sys.stderr)
@@ -91,4 +100,6 @@ def _list(parent: Path) -> int:
         table.add_row(Text(printable(path.name)), number(files.last("step"), 0), told, when)
     Console().print(table)
     print(f"\nLook at one:  tidegate view {runs[0].name}")
+    if len(runs) > 1:
+        print(f"Compare some: tidegate view {runs[0].name} {runs[1].name}")
     return 0

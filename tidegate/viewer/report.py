@@ -229,11 +229,15 @@ def shown_settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[s
     """Yields the sections with their settings as texts. Hides secrets, because reports are shared."""
     for section, values in settings.items():
         rows = values.items() if isinstance(values, dict) else [("", values)]
-        yield printable(section), [(printable(key), _shown(key, value)) for key, value in rows]
+        yield printable(section), [(printable(key), shown_value(key, value)) for key, value in rows]
 
 
-def _shown(key: str, value: object) -> str:
+def shown_value(key: str, value: object) -> str:
+    """Returns the text of a setting; that of a secret is `(hidden)`."""
     if isinstance(value, dict):
-        return ", ".join(f"{printable(name)} = {_shown(name, part)}" for name, part in value.items()) or "{}"
+        return (
+            ", ".join(f"{printable(name)} = {shown_value(name, part)}" for name, part in value.items())
+            or "{}"
+        )
     hidden = isinstance(value, str) and key.rpartition("_")[2] in SECRET
     return "(hidden)" if hidden else printable(value)

@@ -59,19 +59,23 @@ class RunFiles:
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     def seconds(self, starts: Sequence[float] = ()) -> float | None:
-        """Returns the time from the first row to the last, without the pauses before resumptions.
+        """Returns the time from the first row to the last, without the pauses before resumptions."""
+        places = self.seconds_by_step(starts)
+        return places[-1][1] if len(places) > 1 else None
+
+    def seconds_by_step(self, starts: Sequence[float] = ()) -> list[tuple[float, float]]:
+        """Returns (step, seconds since the first row), without the pauses before resumptions.
 
         A row after a resumption (at one of `starts`, or a step of `redone`) counts with its step time.
         """
         rows = [row for row in self.rows if "time" in row]
-        if len(rows) < 2:
-            return None
-        total = 0.0
+        places = [(row["step"], 0.0) for row in rows[:1]]
         for before, after in pairwise(rows):
             resumed = after["step"] in self.redone
             resumed = resumed or any(before["time"] < start < after["time"] for start in starts)
-            total += after.get("time/step", 0.0) if resumed else after["time"] - before["time"]
-        return total
+            took = after.get("time/step", 0.0) if resumed else after["time"] - before["time"]
+            places.append((after["step"], places[-1][1] + took))
+        return places
 
     def sampling_rate(self) -> list[tuple[float, float]]:
         """Returns (step, tokens per second since the previous row), from the running total."""
@@ -86,11 +90,18 @@ class RunFiles:
 
     def sampled_tokens(self) -> float:
         """Returns the tokens sampled by rollouts over the whole run, across resumptions."""
+        places = self.tokens_by_step()
+        return places[-1][1] if places else 0.0
+
+    def tokens_by_step(self) -> list[tuple[float, float]]:
+        """Returns (step, tokens sampled by rollouts so far), across resumptions."""
         total = last = 0.0
-        for _, value in self.series("tokens/sampled_total"):
+        places = []
+        for step, value in self.series("tokens/sampled_total"):
             total += value - last if value >= last else value
             last = value
-        return total
+            places.append((step, total))
+        return places
 
 
 def read_run(run_dir: Path) -> RunFiles:

@@ -418,7 +418,8 @@ def test_without_a_run_the_runs_are_listed(tmp_path: Path, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["new", "old"]
     assert "0.000 → 1.000" in lines[1]
-    assert lines[-1].endswith("tidegate view new")
+    assert lines[-2].endswith("tidegate view new")
+    assert lines[-1].endswith("tidegate view new old")
 
 
 def test_the_verb_serves_and_ends_with_its_owner(small: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard's server: a page, its files, and the run as JSON. It accepts GET only.
+"""The dashboard's server: a page, its files, and one run or several as JSON. It accepts GET only.
 
 Requests contain no paths: they select steps, episodes and turns by number, groups by id, and the page's files
 from a fixed table. Text of models, agents and settings is sent as JSON and inserted as text; the content
@@ -11,7 +11,7 @@ import inspect
 import ipaddress
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from tidegate.service.serve import Listen, run_app
-from tidegate.viewer.dashboard import views
+from tidegate.viewer.dashboard import comparison, views
 from tidegate.viewer.dashboard.records import NotFound
 from tidegate.viewer.dashboard.run import FollowedRun
 
@@ -48,18 +48,37 @@ def create_app(run: FollowedRun, host: str = "127.0.0.1") -> FastAPI:
 
     On a loopback `host` it accepts only loopback host names, which prevents DNS rebinding by other sites.
     """
-    app = FastAPI(title="tidegate view", docs_url=None, redoc_url=None, openapi_url=None)
-    _guard(app, loopback=is_loopback(host))
-    _refuse(app)
-    _serve_page(app)
-    _serve_data(app, run)
+    app = _empty_app(host, "index.html")
+    _serve_data(app, views.VIEWS, run)
     return app
 
 
-def serve(run: FollowedRun, listen: Listen, sock: Any) -> None:
-    """Serves on a bound socket until SIGTERM or SIGINT. Reads the run while the browser opens."""
-    threading.Thread(target=run.refresh, daemon=True, name="initial read").start()
-    run_app(create_app(run, listen.host), sock, listen)
+def create_comparison(runs: Sequence[FollowedRun], host: str = "127.0.0.1") -> FastAPI:
+    """Returns the app that compares several runs; `/run/N/` is the app of run N, from 0."""
+    app = _empty_app(host, "compare.html")
+    _serve_data(app, comparison.VIEWS, comparison.ComparedRuns(runs))
+    for number, run in enumerate(runs):
+        app.mount(f"/run/{number}", create_app(run, host))
+    return app
+
+
+def serve(runs: Sequence[FollowedRun], listen: Listen, sock: Any) -> None:
+    """Serves one run, or the comparison of several, on a bound socket until SIGTERM or SIGINT.
+
+    Reads the runs while the browser opens.
+    """
+    for run in runs:
+        threading.Thread(target=run.refresh, daemon=True, name="initial read").start()
+    app = create_app(runs[0], listen.host) if len(runs) == 1 else create_comparison(runs, listen.host)
+    run_app(app, sock, listen)
+
+
+def _empty_app(host: str, page: str) -> FastAPI:
+    app = FastAPI(title="tidegate view", docs_url=None, redoc_url=None, openapi_url=None)
+    _guard(app, loopback=is_loopback(host))
+    _refuse(app)
+    _serve_page(app, page)
+    return app
 
 
 def is_loopback(host: str) -> bool:
@@ -116,12 +135,12 @@ def _refuse(app: FastAPI) -> None:
         return _refusal(503, f"a file of the run could not be read: {error.strerror or error}; try again")
 
 
-def _serve_page(app: FastAPI) -> None:
+def _serve_page(app: FastAPI, name: str) -> None:
     files = page_files()
 
     @app.get("/")
     async def page() -> Response:
-        return Response(files["index.html"], media_type=TYPES[".html"])
+        return Response(files[name], media_type=TYPES[".html"])
 
     @app.get("/static/{name}")
     async def static(name: str) -> Response:
@@ -138,18 +157,18 @@ def page_files() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if Path(file.name).suffix in TYPES}
 
 
-def _serve_data(app: FastAPI, run: FollowedRun) -> None:
-    for name, view in views.VIEWS.items():
-        app.get(f"/api/{name}")(_route(view, run))
+def _serve_data(app: FastAPI, data: Mapping[str, Callable[..., views.Wire]], source: object) -> None:
+    for name, view in data.items():
+        app.get(f"/api/{name}")(_route(view, source))
 
 
-def _route(view: Callable[..., views.Wire], run: FollowedRun) -> Callable[..., Response]:
-    """Returns a route whose query has the view's parameters after `run`."""
+def _route(view: Callable[..., views.Wire], source: object) -> Callable[..., Response]:
+    """Returns a route whose query has the view's parameters after the first one, `source`."""
     signature = inspect.signature(view, eval_str=True)
     _, *query = signature.parameters.values()
 
     def route(**values: Any) -> Response:
-        return _json(view(run, **values))
+        return _json(view(source, **values))
 
     route.__signature__ = signature.replace(parameters=query, return_annotation=Response)  # type: ignore[attr-defined]
     return route

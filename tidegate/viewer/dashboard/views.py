@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
-from tidegate.viewer.dashboard import episode
+from tidegate.viewer.dashboard import curves, episode
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.service import notes, service
@@ -96,6 +96,14 @@ def _overview(run: FollowedRun) -> Wire:
         },
         "quarantined": quarantined(run.ledger)[-50:],
     }
+
+
+def metrics_of_run(run: FollowedRun) -> Wire:
+    return {"metrics": curves.metrics([run])}
+
+
+def curves_of_run(run: FollowedRun, key: curves.Keys, x: curves.Axis = "step") -> Wire:
+    return curves.curves([run], key, x)
 
 
 def steps(run: FollowedRun, before: Number | None = None, most: Most = 200) -> Wire:
@@ -329,8 +337,9 @@ def settings(run: FollowedRun) -> Wire:
 
 
 VIEWS: dict[str, Callable[..., Wire]] = {
-    "state": state, "overview": overview, "steps": steps, "step": step, "groups": groups, "group": group,
-    "evaluations": evaluations, "compared": compared, "failures": failures, "settings": settings,
-    "episode": one_episode, "tokens": more_tokens, "service": service, "notes": notes,
+    "state": state, "overview": overview, "metrics": metrics_of_run, "curves": curves_of_run,
+    "steps": steps, "step": step, "groups": groups, "group": group, "evaluations": evaluations,
+    "compared": compared, "failures": failures, "settings": settings, "episode": one_episode,
+    "tokens": more_tokens, "service": service, "notes": notes,
 }  # fmt: skip
 """The views by the last part of their path."""

@@ -4,7 +4,9 @@ import { chosenBy } from "./episodes.js";
 import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
 import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
 import { servicePage } from "./service.js";
+import { metricsPage } from "./metrics.js";
 import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
+import { nextTheme } from "./theme.js";
 import { choose, hideTip, QUANTITIES } from "./tokens.js";
 
 const main = document.getElementById("content");
@@ -19,6 +21,7 @@ function view([first, ...rest]) {
   const digits = (text) => (/^\d{1,15}$/.test(text ?? "") ? Number(text) : null);
   const [one, two, three, four] = rest;
   if (first === undefined) return () => overviewPage(main, state);
+  if (first === "metrics") return () => metricsPage(main);
   if (first === "steps") return () => stepsPage(main, state);
   if (first === "service") return () => servicePage(main);
   if (first === "settings") return () => settingsPage(main);
@@ -35,7 +38,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { metrics: "#/metrics", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -101,19 +104,6 @@ async function poll() {
   setTimeout(poll, document.hidden ? IDLE_MS : wait);
 }
 
-const THEMES = ["light dark", "light", "dark"];
-
-function applyTheme(theme) {
-  document.documentElement.style.colorScheme = theme;
-  document.getElementById("theme").textContent = { light: "Light", dark: "Dark" }[theme] ?? "Auto";
-}
-
-function nextTheme() {
-  const next = THEMES[(THEMES.indexOf(localStorage.getItem("theme") ?? THEMES[0]) + 1) % THEMES.length];
-  localStorage.setItem("theme", next);
-  applyTheme(next);
-}
-
 function row(by) {
   const links = [...main.querySelectorAll("[data-row]")];
   if (!links.length) return;
@@ -128,7 +118,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
+const goTo = { o: "#/", m: "#/metrics", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {
@@ -145,7 +135,7 @@ const KEYS = {
 };
 
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input[type=text], textarea, dialog")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input[type=text], input[type=number], textarea, select, dialog")) return;
   if (event.key === "Escape") return hideTip();
   if (Date.now() - going < 1500 && goTo[event.key]) {
     going = 0;
@@ -157,7 +147,6 @@ addEventListener("keydown", (event) => {
   }
 });
 
-document.getElementById("theme").addEventListener("click", nextTheme);
 document.getElementById("keys").addEventListener("click", KEYS["?"]);
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
@@ -165,7 +154,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
 });
 addEventListener("hashchange", () => show());
 addEventListener("scroll", hideTip, { passive: true });
-applyTheme(localStorage.getItem("theme") ?? THEMES[0]);
+document.querySelector(".top .all").hidden = !location.pathname.startsWith("/run/");
 
 try {
   Object.assign(state, await ask("state"));

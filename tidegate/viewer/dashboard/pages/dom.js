@@ -24,10 +24,11 @@ export function forgetRequests() {
 
 export async function ask(path, query = {}, { signal = reading.signal } = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
-  const words = new URLSearchParams(given).toString();
+  const words = new URLSearchParams(given.flatMap(([name, value]) => [value].flat().map((one) => [name, one]))).toString();
   let response;
   try {
-    response = await fetch(`/api/${path}${words ? `?${words}` : ""}`, { signal });
+    // Relative: of several runs, each has its page below /run/.
+    response = await fetch(`api/${path}${words ? `?${words}` : ""}`, { signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refusal("The server does not answer. Is `tidegate view` still running?");
