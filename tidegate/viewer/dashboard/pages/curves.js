@@ -42,7 +42,7 @@ const tone = (run) => `r${run % 6}`;
 const stroke = (run) => (run < 6 ? "line" : "dash");
 
 function seriesOf(points, name, run, weight) {
-  if (points.length <= FEW) return [{ name, tone: tone(run), form: points.length <= 12 ? "dots" : stroke(run), points }];
+  if (points.length <= FEW) return [{ name, tone: tone(run), form: points.length <= 24 ? "dots" : stroke(run), points }];
   if (weight === 1) return [{ name, tone: tone(run), form: stroke(run), points }];
   return [
     { name: `${name}, each step`, tone: tone(run), form: "faint", points },
