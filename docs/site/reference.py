@@ -25,7 +25,7 @@ PYTHON_API = {
     "Groups from your own programs": ["tidegate.client.groups"],
     "Sandboxes": ["tidegate.sandbox.sandbox", "tidegate.sandbox.limits", "tidegate.sandbox.verify"],
     "Retrieval": ["tidegate.rag.client"],
-    "Gateway": ["tidegate.gateway.client"],
+    "Gateway": ["tidegate.gateway.client", "tidegate.gateway.control.rows"],
     "Tasks and trajectories": ["tidegate.types"],
     "Errors": ["tidegate.errors"],
 }

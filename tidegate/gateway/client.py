@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
-
 from tidegate.errors import GatewayError
+from tidegate.gateway.control.calls import ControlCalls
+from tidegate.gateway.control.rows import GroupRow, SessionAccess, SessionSummary
 from tidegate.gateway.errors import UNRANKED
 from tidegate.gateway.ids import agents_key
-from tidegate.service.backoff import backoff_s
-from tidegate.service.http_client import HttpClient, error_in
 from tidegate.types import Group, Outcome, Sampling, Split, Task, Trajectory, fields_of, from_wire
+
+__all__ = ["ADMIN_KEY", "WORKER_KEY", "GatewayClient", "GroupRow", "SessionAccess", "SessionSummary"]
 
 ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
 """Name of the environment variable that holds a gateway's admin key."""
@@ -27,75 +23,9 @@ WORKER_KEY = "TIDEGATE_WORKER_KEY"
 CALL_S = 30.0
 FINISH_S = 60.0
 """Seconds that a `finish` request may take. After half of them without a reward it is sent again."""
-_TRIES = 5
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class SessionAccess:
-    """Address and key with which an agent calls its session.
-
-    Attributes:
-        session_id: Id of the session.
-        base_url: Base URL of the session's OpenAI-compatible API.
-        api_key: Secret key of the session.
-    """
-
-    session_id: str
-    base_url: str
-    api_key: str
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSummary:
-    """Summary of a finished session.
-
-    Attributes:
-        session_id: Id of the session.
-        outcome: How the session ended.
-        reward: Its reward; None unless the outcome is trainable.
-        reward_parts: Parts of the reward, by name.
-        agent_reward: Reward returned by the agent itself, if any.
-        turns: Number of recorded turns.
-        sampled_tokens: Number of sampled tokens.
-        oldest_version: Oldest policy version among them; None if unknown for a token, or without turns.
-        error: Description of the error, if there was one.
-        seconds: Duration of the session in seconds.
-    """
-
-    session_id: str
-    outcome: Outcome
-    reward: float | None
-    reward_parts: dict[str, float]
-    agent_reward: float | None
-    turns: int
-    sampled_tokens: int
-    oldest_version: int | None
-    error: str | None
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """A group in a listing; `state` is `live`, `ready` or `leased`, `sessions` are ids."""
-
-    id: str
-    state: str
-    oldest_version: int | None
-    sessions: list[str]
-    unended: int = 0
-    """Number of its sessions that have not ended."""
-    newest_version: int | None = None
-    """Newest policy version of a group that is ready or leased."""
-    reward: float | None = None
-    """Mean reward of such a group's episodes."""
-    client: str | None = None
-    """Name of the project key that began a live group; None if none did."""
-    outcome: str | None = None
-    """How a client's conversation has ended without a reward; None if it has not."""
-
-
-class GatewayClient(HttpClient):
+class GatewayClient(ControlCalls):
     """Calls the control plane of one gateway.
 
     Every call has a deadline, until which it is repeated with backoff. Close the client with `close` or
@@ -109,21 +39,9 @@ class GatewayClient(HttpClient):
     """
 
     def __init__(self, url: str, admin_key: str | None = None, call_s: float = CALL_S) -> None:
-        super().__init__(admin_key)
-        self.url = url.rstrip("/")
+        super().__init__(url, admin_key, call_s)
         self.agents_key = agents_key(admin_key)
         """Key with which the trainer's own agents take attempts."""
-        self._call_s = call_s
-        self._has_responded = False
-        self._abort_reason: str | None = None
-        self._timeouts: set[asyncio.Timeout] = set()
-        """Timeouts of the calls in progress."""
-
-    def abort(self, reason: str) -> None:
-        """Makes running and future calls raise GatewayError(reason): the gateway was lost for good."""
-        self._abort_reason = reason
-        for limit in self._timeouts:
-            limit.reschedule(asyncio.get_running_loop().time())
 
     # -- sessions --------------------------------------------------------------------------------
 
@@ -390,64 +308,6 @@ class GatewayClient(HttpClient):
     async def metrics(self) -> str:
         """Returns the gateway's metrics in Prometheus text format."""
         return (await self._call("GET", "/metrics")).decode()
-
-    # -- HTTP ------------------------------------------------------------------------------------
-
-    async def _json(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        return json.loads(await self._call(method, path, body, timeout_s))
-
-    async def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> bytes:
-        """Sends a request and repeats it with backoff until its deadline, as a gateway may be restarting.
-
-        If the gateway never responded before, the call fails after a few tries: its address is likely wrong.
-        """
-        seconds = timeout_s if timeout_s is not None else self._call_s
-        failures, tries, last = 0, 0, "no response"
-        try:
-            async with self._timeout(seconds):
-                while True:
-                    try:
-                        content = await self._request(method, path, body)
-                        self._has_responded = True
-                        return content
-                    except (aiohttp.ClientError, OSError) as error:
-                        tries, last = tries + 1, f"connection failed: {error}"
-                        if tries >= _TRIES and not self._has_responded:
-                            raise GatewayError(f"cannot reach the gateway at {self.url}: {error}") from error
-                    except GatewayError as error:
-                        if error.status != 503 or path == "/health":
-                            raise
-                        last = f"503: {error}"
-                    await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
-                    failures += 1
-        except TimeoutError:
-            if self._abort_reason is not None:
-                raise GatewayError(self._abort_reason) from None
-            raise GatewayError(
-                f"{method} {path}: the gateway at {self.url} did not respond within {seconds:g} s ({last})"
-            ) from None
-
-    @contextlib.asynccontextmanager
-    async def _timeout(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError after `seconds`, or on `abort`."""
-        async with asyncio.timeout(seconds if self._abort_reason is None else 0) as limit:
-            self._timeouts.add(limit)
-            try:
-                yield
-            finally:
-                self._timeouts.discard(limit)
-
-    async def _request(self, method: str, path: str, body: Any) -> bytes:
-        # Python's json, as orjson would turn a NaN reward, which the gateway must refuse, into null.
-        try:
-            data = None if body is None else json.dumps(body).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise GatewayError(f"{method} {path}: the body cannot be encoded as JSON: {error}") from error
-        status, content = await self._send(method, self.url + path, data)
-        if status >= 400:
-            shown = f"the gateway responded with status {status}: {content[:200].decode(errors='replace')}"
-            raise GatewayError(str(error_in(content).get("message", shown)), status=status)
-        return content
 
 
 def _summary(row: dict[str, Any]) -> SessionSummary:

@@ -1,0 +1,1 @@
+"""Parts of the client of the control plane."""
