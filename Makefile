@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs lessons test-docs fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -107,6 +107,22 @@ docs: install $(DOCS)/.installed  ## the documentation site, in build/site/html
 	@! grep '^griffe' build/site/log
 	@$(BIN)/python -m docs.site.llms
 	@echo "build/site/html; to read it: python3 -m http.server --directory build/site/html"
+
+# The kernel that executes the lessons has the packages of .venv as well.
+LESSONS := .venvs/lessons
+$(LESSONS)/.installed: requirements/docs-lessons.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@$(BIN)/python -c "import sysconfig; print(f'import site; site.addsitedir({sysconfig.get_path(\"purelib\")!r})')" \
+		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tidegate.pth
+	@touch $@
+
+test-docs: install $(LESSONS)/.installed  ## every lesson of docs/lessons, executed (minutes)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run
+
+lessons: install $(LESSONS)/.installed  ## execute the lessons, and write their outputs, plots and notebooks
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run --write
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000

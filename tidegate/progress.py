@@ -35,7 +35,7 @@ class Progress:
 
     @property
     def is_terminal(self) -> bool:
-        return self._console.is_terminal
+        return self._console.is_terminal and self._console.file.isatty()  # FORCE_COLOR makes the first true
 
     def stage(self, what: str) -> OnProgress:
         return self._bar(what) if self.is_terminal else self._lines(what)

@@ -50,6 +50,14 @@ def test_a_mistyped_run_is_answered_with_the_nearest(
     assert "runs/demo" in text
 
 
+def test_a_notebooks_plot_backend_is_not_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+    said(capsys, "report", "nothing")
+    assert "MPLBACKEND" not in os.environ
+
+
 def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

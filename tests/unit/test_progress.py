@@ -22,6 +22,13 @@ def test_a_line_is_printed_for_each_tenth(capsys: pytest.CaptureFixture[str]) ->
     assert lines == [f"evaluation: {done} of 200" for done in range(20, 201, 20)]
 
 
+def test_forced_colours_do_not_make_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    pipe = io.StringIO()
+    Progress(pipe).stage("encoded")(8, 8)
+    assert "8 of 8\n" in pipe.getvalue()
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -68,6 +68,7 @@ EXTRAS = {"torch": "train", "safetensors": "train"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code. A `TidegateError` is printed as one message, without
     traceback."""
+    _use_own_plot_backend()
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     model = getattr(arguments, "settings_model", None)
@@ -92,6 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe exited: `tidegate … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _use_own_plot_backend() -> None:
+    """Removes a notebook's backend of matplotlib: its module may be missing here, and plots are files."""
+    if os.environ.get("MPLBACKEND", "").startswith("module://"):
+        del os.environ["MPLBACKEND"]
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:

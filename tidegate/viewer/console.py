@@ -11,6 +11,11 @@ from rich.console import Console, RenderableType
 class Terminal(Console):
     """Standard output. If the reader is gone, rich exits the program; this class stops printing."""
 
+    @property
+    def is_terminal(self) -> bool:
+        # FORCE_COLOR, which notebooks set, makes rich take a pipe for a terminal.
+        return super().is_terminal and self.file.isatty()
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
 

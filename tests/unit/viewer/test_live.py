@@ -199,6 +199,13 @@ def test_which_view(live: bool, tty: bool, encoding: str, kind: type) -> None:
     assert type(make_view(live, 10, 2, console)) is kind
 
 
+def test_a_pipe_with_forced_colours_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    assert isinstance(make_view(True, 10, 2), PlainView)
+
+
 def test_a_dumb_terminal_gets_lines() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, _environ={"TERM": "dumb"})
     assert isinstance(make_view(True, 10, 2, console), PlainView)
