@@ -16,6 +16,7 @@ from tokenizers import pre_tokenizers
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.gateway.rendering.split_encoder import steps
 from tidegate.gateway.rendering.suffixes import CALL, MINIMAL_PROMPT
 from tidegate.gateway.rendering.tokenizer import ESCAPE
 from tidegate.types import Message
@@ -33,14 +34,14 @@ def max_token_length(tokenizer: Any) -> int | None:
     if backend is None:
         return None
     spec = orjson.loads(backend.to_str())
-    model, steps = spec["model"], _steps(spec["pre_tokenizer"])
+    model, splits = spec["model"], steps(spec["pre_tokenizer"])
     vocabulary = model.get("vocab")
     lossless = (
         model["type"] == "BPE"
         and spec["truncation"] is None
-        and any(step["type"] == "ByteLevel" for step in steps)
-        and all(step["type"] in _KEEPING and step.get("behavior") != "Removed" for step in steps)
-        and all(step["type"] == "NFC" for step in _steps(spec["normalizer"]))
+        and any(step["type"] == "ByteLevel" for step in splits)
+        and all(step["type"] in _KEEPING and step.get("behavior") != "Removed" for step in splits)
+        and all(step["type"] == "NFC" for step in steps(spec["normalizer"]))
         and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"])
     )
@@ -48,15 +49,6 @@ def max_token_length(tokenizer: Any) -> int | None:
         return None
     # A character is at least one byte, and the vocabulary writes one character per byte.
     return max(map(len, (*vocabulary, *(token["content"] for token in spec["added_tokens"]))))
-
-
-def _steps(spec: Any) -> list[Any]:
-    if spec is None:
-        return []
-    if spec["type"] != "Sequence":
-        return [spec]
-    inner = spec.get("pretokenizers") or spec.get("normalizers") or []
-    return [step for part in inner for step in _steps(part)]
 
 
 def min_characters(text: str) -> int:

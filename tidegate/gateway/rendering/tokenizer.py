@@ -15,13 +15,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from tidegate.errors import StartError
+from tidegate.gateway.rendering.split_encoder import SplitEncoder
 
 ESCAPE = "\ufdd0\ufdd1"  # Unicode noncharacters, which do not occur in valid text
 _JSON_ESCAPE = "\\ufdd0\\ufdd1"
 _WINDOW = 16 * 1024
 """Characters searched at once; other threads run in between."""
-_ALONE = 4096
-"""Texts longer than this many characters are encoded with the interpreter lock released."""
 
 
 def load_tokenizer(model: Path) -> Any:
@@ -49,6 +48,7 @@ class Codec:
     def __init__(self, tokenizer: Any, visible: Collection[str] = ()) -> None:
         self.tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._encoder = None if self._backend is None else SplitEncoder(self._backend)
         self.added: dict[str, int] = tokenizer.get_added_vocab()
         self.vocabulary = len(tokenizer)
         """Number of token ids."""
@@ -66,15 +66,14 @@ class Codec:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, special tokens included; escaped ones are plain text."""
+        if ESCAPE not in text:
+            return self._encode(text)
         return [token for piece in text.split(ESCAPE) for token in self._encode(piece)]
 
     def _encode(self, text: str) -> list[int]:
-        if self._backend is None:
+        if self._encoder is None:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        if len(text) <= _ALONE:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        # Releases the interpreter lock; the call above is faster.
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return self._encoder.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that clients read: without special tokens, except the visible ones."""
