@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs lessons test-docs fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs lessons test-docs lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -123,6 +123,22 @@ test-docs: install $(LESSONS)/.installed  ## every lesson of docs/lessons, execu
 
 lessons: install $(LESSONS)/.installed  ## execute the lessons, and write their outputs, plots and notebooks
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run --write
+
+DEPLOY := .venvs/deploy
+$(DEPLOY)/.installed: requirements/deploy.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+lint-deploy: install $(DEPLOY)/.installed  ## Dockerfiles, compose.yaml, Kubernetes manifests and GitHub's files
+	$(DEPLOY)/bin/hadolint docker/*.Dockerfile examples/remote/Dockerfile
+	$(DEPLOY)/bin/kubernetes-validate --quiet --strict docker/kubernetes.yaml examples/remote/kubernetes.yaml
+	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
+	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000
