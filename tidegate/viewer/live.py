@@ -17,6 +17,7 @@ from rich.text import Text
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
 from tidegate.viewer.console import SafeConsole, Terminal
 from tidegate.viewer.formatting import duration, known, number, printable, smoothed, sparkline
+from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
 from tidegate.viewer.signs.watch import watch_of_run
@@ -184,27 +185,18 @@ def _unit_range(values: list[float]) -> tuple[float, float]:
     return min(0.0, *values, 0.0), max(1.0, *values, 1.0)
 
 
-EVAL_NAMES = {
-    "eval/reward": "sampled",
-    "eval/reward_greedy": "greedy",
-    "eval/reward_unseen_templates": "unseen",
-}
-
-
 def _held_out(state: LiveState, width: int) -> Text:
     if not state.first_eval:
         return Text("not evaluated yet", "dim")
-    line = Text()
-    for key, name in EVAL_NAMES.items():
+    line = Text(f"at step {state.eval_step}" if width >= 84 else "", "dim")
+    for key, name in held_out_names(state.last_eval).items():
         first, last = state.first_eval.get(key), state.last_eval.get(key)
         if last is None:
             continue
         line.append("  " if line.plain else "")
-        line.append(f"{name} ", "dim")
+        line.append(f"{name.removeprefix('held out, ')} ", "dim")
         line.append(f"{number(first)} → " if len(state.trend(key)) > 1 else "")
         line.append(number(last), f"bold {ACCENT}")
-    if width >= 84:
-        line.append(f"  at step {state.eval_step}", "dim")
     return line
 
 

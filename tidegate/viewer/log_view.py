@@ -9,9 +9,10 @@ from pathlib import Path
 from tidegate.observer import GROUP_STAGES
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import duration, known, number, printable
+from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.live_state import Rate
 from tidegate.viewer.signs.watch import SignWatch, watch_of_run
-from tidegate.viewer.summary import SCORES, final_summary
+from tidegate.viewer.summary import final_summary
 
 QUIET_S = 30.0
 """After this time without a line, a line about the run's state is printed."""
@@ -82,7 +83,7 @@ class PlainView:
             self._print(step_line(metrics, self.total_steps, self._sampled.per_second()))
         scores = [
             f"{name} {number(metrics[key], 3)}"
-            for key, name in SCORES.items()
+            for key, name in held_out_names(metrics).items()
             if known(metrics.get(key)) is not None
         ]
         if scores:

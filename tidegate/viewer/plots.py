@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
 from tidegate.viewer.chart import STEP, Chart, Form, Point, Series, Tone, lines, stacked
 from tidegate.viewer.formatting import number, printable, smoothed
+from tidegate.viewer.held_out import GREEDY, SAMPLED
 from tidegate.viewer.run_files import RunFiles
 
 WIDE = (960, 320)
@@ -30,13 +32,24 @@ def reward_chart(run: RunFiles) -> Chart | None:
 
 def _reward_series(run: RunFiles) -> list[Series]:
     raw = run.series("reward/mean")
+    further = {key: name for key, name in run.held_out().items() if key not in (SAMPLED, GREEDY)}
     return [
         Series("each batch", raw, "accent", "thin"),
         Series("training, smoothed", _smooth(raw), "accent"),
-        Series("held out, sampled", run.series("eval/reward"), "ink", "dots"),
-        Series("held out, greedy", run.series("eval/reward_greedy"), "muted", "dashdots"),
-        Series("unseen templates", run.series("eval/reward_unseen_templates"), "sand", "dots"),
+        Series("held out, sampled", run.series(SAMPLED), "ink", "dots"),
+        Series("held out, greedy", run.series(GREEDY), "muted", "dashdots"),
+        *(
+            Series(name.removeprefix("held out, "), run.series(key), *style)
+            for (key, name), style in zip(further.items(), cycle(FURTHER_STYLES), strict=False)
+        ),
     ]
+
+
+FURTHER_STYLES: tuple[tuple[Tone, Form], ...] = (
+    ("sand", "dots"), ("warn", "dots"), ("muted", "dots"),
+    ("sand", "dashdots"), ("warn", "dashdots"), ("ink", "dashdots"),
+)  # fmt: skip
+"""Of evaluation sets and suites."""
 
 
 def _unit(series: Sequence[Series]) -> tuple[float | None, float | None]:
@@ -175,7 +188,13 @@ def write_reward_png(run: RunFiles, path: Path) -> bool:
     return True
 
 
-COLORS: dict[Tone, str] = {"accent": "#0b7285", "ink": "#1f2933", "sand": "#c2803a", "muted": "#8a94a0"}
+COLORS: dict[Tone, str] = {
+    "accent": "#0b7285",
+    "ink": "#1f2933",
+    "sand": "#c2803a",
+    "muted": "#8a94a0",
+    "warn": "#c2413a",
+}
 STYLES: dict[Form, dict[str, Any]] = {
     "thin": {"alpha": 0.28, "linewidth": 1},
     "line": {"linewidth": 2.2},

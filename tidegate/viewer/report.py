@@ -22,11 +22,12 @@ from markupsafe import Markup
 from tidegate.trainer.ledger.entries import State
 from tidegate.viewer.clients.service import read_service
 from tidegate.viewer.formatting import duration, number, printable
+from tidegate.viewer.held_out import episodes_key
 from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
 from tidegate.viewer.run_files import RunFiles, read_run
 from tidegate.viewer.signs.watch import watch_of
-from tidegate.viewer.summary import SCORES, continue_command, next_steps, problems
+from tidegate.viewer.summary import continue_command, next_steps, problems
 from tidegate.viewer.transcripts import choose
 
 
@@ -145,10 +146,10 @@ def opening(run: RunFiles) -> str:
 def scores(run: RunFiles) -> list[Score]:
     """Returns the first and last value of each evaluation score; `before` is None if there is only one."""
     scored = []
-    for key, name in SCORES.items():
+    for key, name in run.held_out().items():
         points = run.series(key)
         values = [value for _, value in points]
-        counts = [value for _, value in run.series(key.replace("reward", "episodes"))]
+        counts = [value for _, value in run.series(episodes_key(key))]
         if values:
             over = problems(counts[0], counts[-1]) if counts else ""
             scored.append(

@@ -13,6 +13,7 @@ from typing import Any
 from tidegate.config import ENDLESS
 from tidegate.errors import ConfigError
 from tidegate.viewer.formatting import as_mapping, known, printable
+from tidegate.viewer.held_out import held_out_names
 
 Row = dict[str, float]
 
@@ -36,6 +37,14 @@ class RunFiles:
         """Returns (step, value) of all rows that have the metric; of an evaluation, the evaluated step."""
         of = "eval/step" if key.startswith("eval/") else "step"
         return [(row.get(of, row["step"]), row[key]) for row in self.rows if key in row]
+
+    def keys(self) -> set[str]:
+        """Returns the metrics that any row has."""
+        return set().union(*self.rows)
+
+    def held_out(self) -> dict[str, str]:
+        """Returns the held-out rewards that the run has, with their names."""
+        return held_out_names(self.keys())
 
     @property
     def planned(self) -> int | None:

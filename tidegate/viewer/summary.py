@@ -15,28 +15,27 @@ from tidegate.config import SERVICE_SETTINGS
 from tidegate.program import program
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import known, number, printable
+from tidegate.viewer.held_out import episodes_key, held_out_names
 from tidegate.viewer.run_files import evaluations, read_settings
 from tidegate.viewer.signs.watch import watch_of_run
 from tidegate.viewer.transcripts import as_text, choose
 
 ACCENT = "cyan"
 
-SCORES = {
-    "eval/reward": "held out, sampled",
-    "eval/reward_greedy": "held out, greedy",
-    "eval/reward_unseen_templates": "templates never trained on",
-}
-"""The scores of an evaluation, in the order in which they are shown."""
-
 STATUS = {"completed": "bold green", "interrupted": "bold yellow", "failed": "bold red"}
 
 
-def score(metrics: object, key: str) -> float | None:
-    """Returns a score of an evaluation's metrics; accepts keys without `eval/`, too."""
+def scores_of(metrics: object) -> dict[str, float]:
+    """Returns the numbers of an evaluation's metrics by their names in `metrics.jsonl`.
+
+    Accepts names without `eval/`, too.
+    """
     if not isinstance(metrics, Mapping):
-        return None
-    value = known(metrics.get(key))
-    return known(metrics.get(key.removeprefix("eval/"))) if value is None else value
+        return {}
+    numbers = {str(key): number for key, value in metrics.items() if (number := known(value)) is not None}
+    return {f"eval/{key.removeprefix('eval/')}": value for key, value in numbers.items()} | {
+        key: value for key, value in numbers.items() if key.startswith("eval/")
+    }
 
 
 def problems(before: float | None, after: float | None) -> str:
@@ -72,13 +71,11 @@ def _scores(result: Mapping[str, object]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for justify in ("left", "right", "left", "right", "right", "left"):
         table.add_column(justify=justify)
-    for key, name in SCORES.items():
-        before, after = score(result.get("before"), key), score(result.get("after"), key)
-        if before is None and after is None:
-            continue
+    first, last = scores_of(result.get("before")), scores_of(result.get("after"))
+    for key, name in held_out_names([*first, *last]).items():
+        before, after, counted = first.get(key), last.get(key), episodes_key(key)
         gain = "" if before is None or after is None else f"({after - before:+.3f})"
-        counted = key.replace("reward", "episodes")
-        over = problems(score(result.get("before"), counted), score(result.get("after"), counted))
+        over = problems(first.get(counted), last.get(counted))
         shown = Text(number(after, 3), f"bold {ACCENT}")
         table.add_row(name, number(before, 3), "→", shown, Text(gain, "dim"), Text(over, "dim"))
     if not table.row_count:

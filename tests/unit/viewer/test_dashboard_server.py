@@ -302,7 +302,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         assert (ask("state")["step"], ask("state")["status"]) == (None, "quiet")
         assert ask("overview")["reward"] is None
         assert ask("steps") == {"steps": [], "more": False}
-        assert ask("evaluations") == {"evaluations": [], "kinds": [], "results": []}
+        assert ask("evaluations") == {"evaluations": [], "names": {}, "kinds": [], "results": []}
         assert ask("failures")["total"] == 0
 
 

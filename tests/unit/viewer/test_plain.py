@@ -85,7 +85,7 @@ def test_an_evaluation_is_a_line_of_its_own(view: PlainView, console: Console) -
     view.step({"step": 0, **evaluation(0, 100, random.Random(0))})
     (line,) = lines_of(console)
     assert "evaluation after step 0: held out, sampled 0.3" in line
-    assert "templates never trained on 0.2" in line
+    assert "held out, unseen templates 0.2" in line
 
 
 def test_losses_are_named(view: PlainView, console: Console) -> None:

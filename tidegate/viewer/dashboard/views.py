@@ -17,6 +17,7 @@ from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.service import notes, service
 from tidegate.viewer.formatting import printable
+from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
 from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
@@ -254,6 +255,7 @@ def evaluations(run: FollowedRun) -> Wire:
             {"step": number, "scores": rows.get(number, {}), "written": number in written}
             for number in sorted({*rows, *written})
         ],
+        "names": held_out_names(key for row in rows.values() for key in row),
         "kinds": [{"set": name, "mode": mode} for name, mode in kinds],
         "results": eval_results(run.dir),
     }

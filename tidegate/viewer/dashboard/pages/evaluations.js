@@ -2,8 +2,6 @@
 import { ask, brief, crumbs, h, link, more, number, place, plural, rewardTone, signed, tag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
 
-const SCORE = /^eval\/reward/;
-const named = (key) => ({ "eval/reward": "held out, sampled", "eval/reward_greedy": "held out, greedy" })[key] ?? key.replace("eval/reward_", "").replaceAll("_", " ");
 const kindName = (kind) => `${kind.set ? kind.set.replaceAll("_", " ") : "held out"}, ${kind.mode}`;
 
 function choiceOf(found, query) {
@@ -14,13 +12,13 @@ function choiceOf(found, query) {
 }
 
 function scoresTable(found, choice) {
-  const keys = [...new Set(found.evaluations.flatMap((one) => Object.keys(one.scores).filter((key) => SCORE.test(key))))];
+  const keys = Object.keys(found.names);
   const pick = (step, which, written) => h("td", { class: "number" }, written
     ? h("input", { type: "radio", name: which, "aria-label": `${which}: step ${step}`, checked: choice[which] === step, onchange: () => {
       location.hash = link(["evaluations"], { ...choice, [which]: step });
     } }) : "");
   return h("table", { class: "list fit" },
-    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "step"), keys.map((key) => h("th", { class: "number", scope: "col" }, named(key))), h("th", { class: "number", scope: "col" }, "before"), h("th", { class: "number", scope: "col" }, "after"))),
+    h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "step"), keys.map((key) => h("th", { class: "number", scope: "col" }, found.names[key])), h("th", { class: "number", scope: "col" }, "before"), h("th", { class: "number", scope: "col" }, "after"))),
     h("tbody", {}, found.evaluations.map((one) => h("tr", {}, h("th", { scope: "row" }, whole(one.step)), keys.map((key) => h("td", { class: "number" }, number(one.scores[key], 3))), pick(one.step, "before", one.written), pick(one.step, "after", one.written)))));
 }
 
