@@ -34,15 +34,13 @@ PROMPT = (
 
 @dataclass(slots=True)
 class RefinerEndpoint:
-    """One server of the service with its statistics."""
+    """One server of the service, with the number of its calls."""
 
     url: str
     client: AsyncOpenAI
     in_flight: int = 0
     calls: int = 0
     failures: int = 0
-    seconds: float = 0.0
-    """Total duration of the successful calls."""
     cooldown_until: float = 0.0
 
 
@@ -104,18 +102,6 @@ class Refiner:
                 )
         raise InfrastructureError(f"the refine service failed: {'; '.join(failures)}")
 
-    def statistics(self) -> dict[str, dict[str, float]]:
-        """Returns the statistics of each endpoint by URL; `seconds` is the mean of successful calls."""
-        return {
-            endpoint.url: {
-                "calls": endpoint.calls,
-                "failures": endpoint.failures,
-                "in_flight": endpoint.in_flight,
-                "seconds": endpoint.seconds / max(1, endpoint.calls - endpoint.failures - endpoint.in_flight),
-            }
-            for endpoint in self.endpoints
-        }
-
     def _least_loaded(self) -> RefinerEndpoint:
         """Returns the endpoint with the fewest calls in flight, preferring those that did not just fail."""
         now = time.monotonic()
@@ -127,7 +113,6 @@ class Refiner:
     async def _call(self, endpoint: RefinerEndpoint, prompt: str) -> str:
         from openai import OpenAIError
 
-        began = time.monotonic()
         endpoint.calls += 1
         endpoint.in_flight += 1
         try:
@@ -150,7 +135,6 @@ class Refiner:
                 f"{endpoint.url} returned no text, or reasoning only; it may need more than "
                 f"max_tokens = {self._max_tokens}"
             )
-        endpoint.seconds += time.monotonic() - began
         return text
 
 

@@ -120,7 +120,7 @@ def screen(state: LiveState, clock: float, width: int) -> RenderableType:
         "reward": _reward(state, spark),
         "held out": _held_out(state, width),
         "staleness": _staleness(state, spark),
-        "sampling": _sampling(state, spark),
+        "sampling": _sampling(state),
         "waiting": _waiting(state),
         "groups": _groups(state, GROUP_STAGES),
         "": _groups(state, GROUP_ENDINGS),
@@ -217,7 +217,7 @@ def _staleness(state: LiveState, spark: int) -> Text:
     return line
 
 
-def _sampling(state: LiveState, spark: int) -> Text:
+def _sampling(state: LiveState) -> Text:
     line = Text.assemble((f"{number(state.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
     version = state.now.get("version", state.last.get("version"))
     line.append(f"  version {number(version, 0)}", "dim")
