@@ -36,7 +36,7 @@ class RunSettings(SettingsSection):
     """Seed of the policy's random generators and of the sampling in every session."""
     live_view: bool = True
     """Show the live view if the terminal supports it; otherwise plain lines."""
-    loggers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
+    loggers: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "opentelemetry"]] = []
     """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
 
 

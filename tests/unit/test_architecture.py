@@ -32,6 +32,7 @@ CORE = {
     "service",
     "settings",
     "tracebacks",
+    "tracing",
     "types",
     "weights",
 }

@@ -111,6 +111,7 @@ def _options(
         tool_parser=gateway.tool_parser,
         structured_output=gateway.structured_output,
         untrained_models=gateway.untrained_models,
+        tracing=gateway.tracing,
         environments=_environments(settings, secrets),
         limits=SessionLimits(**settings.limits.model_dump()),
         keys=gateway.keys,

@@ -20,6 +20,7 @@ from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
 from tidegate.gateway.groups.rewards import Scorer
 from tidegate.gateway.groups.sealing import GroupSealer
+from tidegate.gateway.groups.spans import EpisodeSpans
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.ids import hash_key, new_id, new_key
 from tidegate.gateway.journal.base import Journal, Recovered
@@ -41,6 +42,7 @@ from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
+from tidegate.tracing import Spans, check_tracing
 from tidegate.types import Outcome, Trajectory, fields_of
 
 log = logging.getLogger("tidegate.gateway")
@@ -52,6 +54,8 @@ class Gateway:
 
     def __init__(self, options: GatewayOptions, renderer: Renderer | None = None) -> None:
         self.options = options
+        if options.tracing:
+            check_tracing("gateway.tracing")
         self.keys = KeyFile(options.keys)
         self.renderer = renderer or Renderer.load(options.model)
         self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.render_text)
@@ -71,6 +75,7 @@ class Gateway:
         self.scorer = Scorer(options.environments)
         self.states = EpisodeStates(options.environments, self.journal, options.grace_s)
         self.environments = EnvironmentCalls(self.states, self.journal, self.metrics)
+        self.spans = EpisodeSpans(Spans("tidegate-gateway")) if options.tracing else None
         self.finisher = SessionFinisher(
             self.journal,
             self.sessions,
@@ -80,6 +85,7 @@ class Gateway:
             self.metrics,
             grace_s=options.grace_s,
             retention_s=options.retention_s,
+            spans=self.spans,
         )
         self.attempts = AttemptQueue(
             self.journal, self.sessions, self.finisher, self.states, options.id_prefix
@@ -129,6 +135,8 @@ class Gateway:
         await self.states.close(keep=self.options.journal is not None)
         await self.pool.close()
         await self.journal.close()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     def _resume_sessions(self, recovered: Recovered) -> None:
         """Restores the journal's sessions and finishes those that were being finished."""

@@ -47,6 +47,8 @@ class GatewayOptions:
     the chat template writes; `none`: tool calls stay text."""
     structured_output: StructuredOutput = "text"
     """How training sessions sample replies with a JSON schema: as free `text`, or under a `grammar`."""
+    tracing: bool = False
+    """Sends OpenTelemetry spans of episodes."""
     untrained_models: Sequence[str] = ()
     """Model names that mark auxiliary calls, which are recorded and not trained on."""
     environments: EnvironmentService | None = None

@@ -127,6 +127,9 @@ class ServedGateway(SettingsSection):
     feedback. With any, conversations without feedback end as those with feedback do."""
     reward_range: tuple[float, float] | None = None
     """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
+    tracing: bool = False
+    """Sends an OpenTelemetry span per episode, turn and tool call, by OTLP over HTTP. Environment variables
+    such as OTEL_EXPORTER_OTLP_ENDPOINT name the collector."""
     untrained_models: list[str] = []
     """Model names that agents use for auxiliary calls (titles, summaries): recorded, never trained on."""
 

@@ -10,6 +10,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.environments.tool_metrics import tool_metrics
 from tidegate.gateway.groups.rewards import Scorer
+from tidegate.gateway.groups.spans import EpisodeSpans
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
@@ -40,6 +41,7 @@ class SessionFinisher:
         *,
         grace_s: float,
         retention_s: float,
+        spans: EpisodeSpans | None = None,
     ) -> None:
         self._grace_s = grace_s
         self._retention_s = retention_s
@@ -49,6 +51,7 @@ class SessionFinisher:
         self._scorer = scorer
         self._states = states
         self._metrics = metrics
+        self._spans = spans
 
     # -- finished --------------------------------------------------------------------------------
 
@@ -90,6 +93,8 @@ class SessionFinisher:
         session.trajectory, session.forget_at = trajectory, forget_at
         session.ended.set()
         self._metrics.outcomes[trajectory.outcome.value] += 1
+        if self._spans is not None:
+            self._spans.add(trajectory)
         return trajectory
 
     async def _score(self, session: GatewaySession, ending: SessionResult, trajectory: Trajectory) -> None:

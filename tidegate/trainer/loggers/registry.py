@@ -9,13 +9,16 @@ from functools import partial
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
+from tidegate.tracing import check_tracing
 from tidegate.trainer.loggers.background import BackgroundLogger, Logger
 
 
 def check_loggers(settings: Settings) -> None:
     """Raises StartError if the package of a logger is not installed."""
     for name in settings.run.loggers:
-        if importlib.util.find_spec(name) is None:
+        if name == "opentelemetry":
+            check_tracing("run.loggers")
+        elif importlib.util.find_spec(name) is None:
             raise StartError(
                 f"run.loggers names {name!r}, which is not installed: pip install 'tidegate[{name}]'"
             )
