@@ -32,7 +32,6 @@ CORE = {
     "service",
     "settings",
     "tracebacks",
-    "tracing",
     "types",
     "weights",
 }

@@ -42,7 +42,7 @@ from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
-from tidegate.tracing import Spans, check_tracing
+from tidegate.service.tracing import Spans, check_tracing
 from tidegate.types import Outcome, Trajectory, fields_of
 
 log = logging.getLogger("tidegate.gateway")

@@ -14,10 +14,10 @@ from tests.fakes import staged
 from tests.integration.gateway.test_journal import ASK, TASK, model
 from tests.otlp import collecting
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
-from tidegate import tracing
 from tidegate.config import load_settings
 from tidegate.errors import StartError
 from tidegate.gateway.groups.spans import EpisodeSpans
+from tidegate.service import tracing
 from tidegate.trainer.loggers.opentelemetry import StepSpans
 from tidegate.types import Outcome, ToolCall
 

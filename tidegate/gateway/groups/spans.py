@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from tidegate.tracing import Attributes, Spans
+from tidegate.service.tracing import Attributes, Spans
 from tidegate.types import ToolCall, Trajectory, Turn
 
 

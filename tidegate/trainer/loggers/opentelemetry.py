@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tidegate.config import Settings
-from tidegate.tracing import Spans
+from tidegate.service.tracing import Spans
 from tidegate.trainer.loggers.values import scalars
 
 PHASES = ("wait_for_batch", "update", "publish_gate", "publish")

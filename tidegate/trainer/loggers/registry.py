@@ -9,7 +9,7 @@ from functools import partial
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
-from tidegate.tracing import check_tracing
+from tidegate.service.tracing import check_tracing
 from tidegate.trainer.loggers.background import BackgroundLogger, Logger
 
 
