@@ -164,7 +164,8 @@ async def test_from_the_overview_to_a_token_by_keys_alone(port: int, url: str) -
 async def test_what_models_write_is_text(port: int, url: str) -> None:
     places = ("", "steps", "step/1", "step/1/group/g1-good", "step/1/group/g1-good/episode/0", "failures",
               "step/1/group/g1-good/episode/0?view=messages", "failures/episode/0", "settings",
-              "evaluations", "evaluations/task/held_out-1", "eval/3/episode/0",
+              "evaluations", "evaluations/task/held_out-1", "eval/3/episode/0", "episodes",
+              "tasks", "metrics",
               "step/1/group/%3Cimg%20src%3Dx%20onerror%3D%22window.pwned%3D1%22%3E")  # fmt: skip
     seen = 0
     async with chromium.page(port) as page:
@@ -300,6 +301,33 @@ async def test_any_metric_is_found_by_name_and_its_curve_stays_in_the_address(po
         clean(page, url)
 
 
+async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, url: str) -> None:
+    rows = "[...document.querySelectorAll('main tbody tr a')].map(one => one.textContent)"
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        await page.press("g", "a")
+        await page.until(f"{rows}.length === 18")
+        await page.look("document.querySelector('[name=low]').focus()")
+        await page.press("1", "Enter")
+        await page.until(f"{rows}.length === 12")
+        assert await page.look("location.hash") == "#/episodes?low=1"
+        await page.look("document.querySelector('[name=state]').value = 'stale'")
+        await page.look("document.querySelector('[name=text]').focus()")
+        await page.press(*"3 + 4?", "Enter")
+        await page.until(f"{rows}.length === 3")
+        assert (await page.look(rows))[0] == "step 3 · g3-old · slot 1"
+        assert EVIL in await page.look("document.querySelector('main tbody .prompt').textContent")
+        assert "3 episodes found among 18" in await page.look("document.querySelector('.found').textContent")
+        await page.press("Escape")
+        await page.look("document.activeElement.blur()")
+        await page.press("j", "Enter")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 1')")
+        await page.open(f"{url}/#/tasks")
+        await page.until("document.querySelector('main tbody')")
+        assert await page.look("window.pwned === undefined")
+        clean(page, url)
+
+
 async def test_several_runs_are_compared_on_one_page(port: int, tmp_path: Path) -> None:
     one, two = write_dashboard_run(tmp_path / "one"), write_run(tmp_path / "two", steps=40)
     (tmp_path / "two" / "config.toml").write_text(
@@ -373,6 +401,8 @@ async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
         for place in (
             "",
             "metrics",
+            "tasks",
+            "episodes",
             "steps",
             "step/1",
             group,

@@ -20,6 +20,8 @@ MOST_SUMMARIES = 400_000
 """Maximum over all files; the least recently used file is dropped first."""
 MOST_RECORDS = 32
 LONGEST_ERROR = 400
+LONGEST_PROMPT = 160
+"""Characters of the prompt that lists show."""
 
 
 class NotFound(TidegateError):
@@ -50,6 +52,9 @@ class EpisodeSummary:
     seconds: float | None
     attempt: str
     error: str
+    prompt: str
+    """Beginning of the first message of the user, on one line."""
+    prompt_cut: bool
 
     def to_wire(self) -> dict[str, Any]:
         hidden = ("offset", "length")
@@ -62,6 +67,7 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
     versions = [int(span[0]) for turn in turns for span in spans_of(turn)]
     attempt = record.get("attempt") or as_mapping(record.get("metadata")).get("attempt")
     slot = record.get("slot")
+    prompt = prompt_of(record)
     return EpisodeSummary(
         line=line,
         offset=offset,
@@ -83,7 +89,18 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
         seconds=known(record.get("seconds")),
         attempt=printable(attempt or ""),
         error=printable(record.get("error") or "")[:LONGEST_ERROR],
+        prompt=prompt[:LONGEST_PROMPT],
+        prompt_cut=len(prompt) > LONGEST_PROMPT,
     )
+
+
+def prompt_of(record: Mapping[str, Any]) -> str:
+    """Returns the text of the first message of the user on one line; empty if there is none."""
+    users = (one for one in mappings(record.get("messages")) if one.get("role") == "user")
+    content = next(users, {}).get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text") or "") for part in mappings(content))
+    return printable(" ".join(str(content or "").split()))
 
 
 def spans_of(turn: Mapping[str, Any]) -> list[tuple[int, int, int]]:
@@ -182,7 +199,9 @@ class Records:
             return file.summaries[line], self._read[key]
 
     def numbers(self, kind: Kind) -> list[int]:
-        """Returns the steps for which there is a file, in order."""
+        """Returns the steps for which there is a file, in order; of failed episodes, step 0."""
+        if kind == "failed":
+            return [0] if (self._directory / "failed.jsonl").exists() else []
         steps = (path.stem.removeprefix(f"{kind}_") for path in self._directory.glob(f"{kind}_*.jsonl"))
         return sorted(int(step) for step in steps if step.isdigit())
 

@@ -62,7 +62,7 @@ class FollowedRun:
         self._ledger_tail = Tail(run_dir / "ledger.jsonl")
         self._clients_tail = Tail(run_dir / "clients.jsonl")
         self._restarts = 0
-        self._committed = 0
+        self.committed = 0
         self._looked = 0.0
         self.lock = threading.RLock()
         self._cache: dict[str, tuple[Stamp, Any]] = {}
@@ -88,7 +88,7 @@ class FollowedRun:
                 self._read_metrics()
                 self._read_ledger()
                 self._read_clients()
-                self._committed = committed(self.dir)
+                self.committed = committed(self.dir)
                 self._looked = time.monotonic()
             return self._stamp()
 
@@ -96,7 +96,7 @@ class FollowedRun:
         failed = _stat(self.dir / "trajectories" / "failed.jsonl")
         test = _stat(self.dir / "canary.json")
         return Stamp(
-            self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self._committed,
+            self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self.committed,
             0 if failed is None else failed.st_size, self._clients_tail.offset,
             0 if test is None else test.st_mtime_ns,
         )  # fmt: skip
@@ -125,7 +125,7 @@ class FollowedRun:
     def service(self) -> ServiceData:
         """Returns the records of clients so far."""
         test = read_test(self.dir)
-        return ServiceData(self.files, self.ledger, self._committed, self.clients, self.history, test)
+        return ServiceData(self.files, self.ledger, self.committed, self.clients, self.history, test)
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, cached under `name` until a file changes."""
@@ -140,7 +140,7 @@ class FollowedRun:
         """Returns the ledger's counts; None if there is no ledger yet."""
         if not self._ledger_tail.offset:
             return None
-        counts: LedgerCounts = self.cached("counts", lambda: count(self.ledger, self._committed))
+        counts: LedgerCounts = self.cached("counts", lambda: count(self.ledger, self.committed))
         return counts
 
     def curves(self) -> RunFiles:
@@ -161,7 +161,7 @@ class FollowedRun:
             return "eval"
         group = self.ledger.groups.get(episode.group)
         if episode.state == "stepped" and group is not None:
-            return "abandoned" if group.rolled_back else group.final(self._committed).value
+            return "abandoned" if group.rolled_back else group.final(self.committed).value
         return episode.state
 
     def silence(self) -> float | None:

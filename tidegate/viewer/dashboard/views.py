@@ -15,7 +15,9 @@ from fastapi import Query
 from tidegate.viewer.dashboard import curves, episode
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
+from tidegate.viewer.dashboard.tasks import tasks
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
@@ -173,6 +175,7 @@ def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Ep
     return {
         "id": group_id,
         "task": members[0].task,
+        "prompt": members[0].prompt,
         "state": ended,
         "members": [
             {"line": member.line, "slot": member.slot, "reward": member.reward, "outcome": member.outcome}
@@ -278,7 +281,13 @@ def compared(
     tasks.sort(key=lambda item: (item[1] is None, -(item[1] or 0.0)))
     selected = [(name, gain) for name, gain in tasks if task in (None, name)]
     rows = [
-        {"task": name, "gain": gain, "before": _short(first.get(name)), "after": _short(last.get(name))}
+        {
+            "task": name,
+            "prompt": _prompt(first.get(name), last.get(name)),
+            "gain": gain,
+            "before": _short(first.get(name)),
+            "after": _short(last.get(name)),
+        }
         for name, gain in selected[start : start + most]
     ]
     return {
@@ -303,6 +312,10 @@ def _by_task(run: FollowedRun, number: int, eval_set: str, mode: str) -> dict[st
         if (summary.eval_set, summary.mode) == (eval_set, mode):
             episodes.setdefault(summary.task, summary)
     return episodes
+
+
+def _prompt(*episodes: EpisodeSummary | None) -> str:
+    return next((one.prompt for one in episodes if one is not None and one.prompt), "")
 
 
 def _short(episode: EpisodeSummary | None) -> Wire | None:
@@ -342,6 +355,6 @@ VIEWS: dict[str, Callable[..., Wire]] = {
     "state": state, "overview": overview, "metrics": metrics_of_run, "curves": curves_of_run,
     "steps": steps, "step": step, "groups": groups, "group": group, "evaluations": evaluations,
     "compared": compared, "failures": failures, "settings": settings, "episode": one_episode,
-    "tokens": more_tokens, "service": service, "notes": notes,
+    "episodes": episodes, "tasks": tasks, "tokens": more_tokens, "service": service, "notes": notes,
 }  # fmt: skip
 """The views by the last part of their path."""

@@ -3,9 +3,11 @@ import { ago, ask, forgetRequests, h, place, Refusal, whole } from "./dom.js";
 import { chosenBy } from "./episodes.js";
 import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
 import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
+import { searchPage } from "./search.js";
 import { servicePage } from "./service.js";
 import { metricsPage } from "./metrics.js";
 import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
+import { tasksPage } from "./tasks.js";
 import { nextTheme } from "./theme.js";
 import { choose, hideTip, QUANTITIES } from "./tokens.js";
 
@@ -22,6 +24,8 @@ function view([first, ...rest]) {
   const [one, two, three, four] = rest;
   if (first === undefined) return () => overviewPage(main, state);
   if (first === "metrics") return () => metricsPage(main);
+  if (first === "tasks") return () => tasksPage(main);
+  if (first === "episodes") return () => searchPage(main);
   if (first === "steps") return () => stepsPage(main, state);
   if (first === "service") return () => servicePage(main);
   if (first === "settings") return () => settingsPage(main);
@@ -38,7 +42,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { metrics: "#/metrics", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { metrics: "#/metrics", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -118,7 +122,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", m: "#/metrics", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
+const goTo = { o: "#/", m: "#/metrics", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {

@@ -1,6 +1,7 @@
 // Evaluations: scores over the run, and every held-out problem before and after.
 import { ask, brief, crumbs, h, link, more, number, place, plural, rewardTone, signed, tag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
+import { promptLine } from "./search.js";
 
 const kindName = (kind) => `${kind.set ? kind.set.replaceAll("_", " ") : "held out"}, ${kind.mode}`;
 
@@ -63,7 +64,7 @@ export async function evaluationsPage(main) {
   const load = async (start) => {
     const page = await ask("compared", { ...choice, start, most: 200 });
     body.append(...page.tasks.map((row) => h("tr", {},
-      h("th", { scope: "row" }, h("a", { href: link(["evaluations", "task", row.task], choice), "data-row": true }, row.task)),
+      h("th", { scope: "row" }, h("a", { href: link(["evaluations", "task", row.task], choice), "data-row": true }, row.task), promptLine(row.prompt)),
       h("td", {}, verdict(row.before)), h("td", {}, verdict(row.after)), h("td", { class: "number" }, signed(row.gain)))));
     const next = start + page.tasks.length;
     foot.replaceChildren(next < page.total ? more(`${plural(page.total - next, "more problem")}`, () => load(next)) : "");

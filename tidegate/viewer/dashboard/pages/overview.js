@@ -2,6 +2,7 @@
 import { figure } from "./charts.js";
 import { ask, h, link, more, number, percent, plural, stateTag, whole } from "./dom.js";
 import { episodePage } from "./episodes.js";
+import { promptLine } from "./search.js";
 
 const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share, 1) } }));
 const right = (text) => h("td", { class: "number" }, text);
@@ -83,7 +84,7 @@ export async function overviewPage(main, state) {
 function failedRow(one) {
   return h("tr", {},
     h("th", { scope: "row" }, h("a", { href: link(["failures", "episode", one.line]), "data-row": true }, one.attempt || one.task || `episode ${one.line}`)),
-    h("td", {}, one.task), h("td", {}, one.outcome), right(whole(one.turns)), h("td", {}, one.error));
+    h("td", { class: "said-in-list" }, one.task, promptLine(one.prompt)), h("td", {}, one.outcome), right(whole(one.turns)), h("td", {}, one.error));
 }
 
 export async function failuresPage(main) {

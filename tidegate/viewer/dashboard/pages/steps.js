@@ -1,6 +1,7 @@
 // Steps, the groups of a step, the members of a group.
 import { ask, brief, crumbs, facts, h, link, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
+import { promptLine } from "./search.js";
 
 const meter = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(Math.max(0, Math.min(1, share ?? 0))) } }));
 
@@ -61,7 +62,7 @@ function groupRow(group, step) {
   return h(
     "tr", {},
     h("th", { scope: "row" }, h("a", { href: link(["step", step, "group", group.id]), "data-row": true }, group.id)),
-    h("td", {}, group.task), h("td", {}, stateTag(group.state)),
+    h("td", { class: "said-in-list" }, group.task, promptLine(group.prompt)), h("td", {}, stateTag(group.state)),
     h("td", {}, rewardBars(group.members)),
     h("td", { class: "number" }, number(group.mean)),
     h("td", { class: "number" }, number(group.tokens, 1)),

@@ -1,0 +1,114 @@
+"""Search over a run's episodes, by outcome, state, reward, task and text of the prompt."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import Query
+
+from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, prompt_of
+from tidegate.viewer.dashboard.run import FollowedRun
+
+BUDGET_S = 2.0
+"""Time after which a request returns what it has found; the next one continues."""
+LINES_BETWEEN_LOOKS = 64
+"""Episodes between two looks at the clock."""
+
+Number = Annotated[int, Query(ge=0, lt=2**53)]
+Most = Annotated[int, Query(ge=1, le=500)]
+Names = Annotated[list[str], Query(max_length=20)]
+Text = Annotated[str, Query(max_length=500)]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFilter:
+    """What is searched for; an empty condition holds for all episodes."""
+
+    outcomes: frozenset[str]
+    states: frozenset[str]
+    low: float | None
+    high: float | None
+    task: str
+    text: str
+
+    def admits(self, episode: EpisodeSummary, state: str) -> bool:
+        """Returns whether the conditions hold that need no prompt."""
+        if self.outcomes and episode.outcome not in self.outcomes:
+            return False
+        if self.states and state not in self.states:
+            return False
+        if self.task and self.task.casefold() not in episode.task.casefold():
+            return False
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        unlimited = self.low is None and self.high is None
+        return unlimited or (episode.reward is not None and low <= episode.reward <= high)
+
+
+def episodes(
+    run: FollowedRun,
+    kind: Kind = "step",
+    outcome: Names = [],  # noqa: B006 - FastAPI copies it
+    state: Names = [],  # noqa: B006
+    low: float | None = None,
+    high: float | None = None,
+    task: Text = "",
+    text: Text = "",
+    step: Number | None = None,
+    line: Number = 0,
+    most: Most = 100,
+) -> dict[str, Any]:
+    """Returns episodes that fulfil all conditions, of the newest step first.
+
+    Args:
+        run: The run.
+        kind: Which files are searched.
+        outcome: Outcomes of which one is required.
+        state: States of which one is required.
+        low: Least reward.
+        high: Largest reward.
+        task: Part of the task's id.
+        text: Part of the first message of the user; case does not matter.
+        step: Step at which the search begins; by default the newest one.
+        line: Line of that step's file at which it begins.
+        most: Largest number of episodes.
+
+    Returns:
+        `episodes`, the number `searched`, and `next`, the step and line where the search continues, or None.
+    """
+    run.refresh()
+    wanted = EpisodeFilter(frozenset(outcome), frozenset(state), low, high, task, text.casefold())
+    found: list[dict[str, Any]] = []
+    deadline = time.monotonic() + BUDGET_S
+    searched = 0
+    for at, file, summary in _from(run, kind, step, line):
+        late = searched and searched % LINES_BETWEEN_LOOKS == 0 and time.monotonic() > deadline
+        if late or len(found) == most:
+            return {"episodes": found, "searched": searched, "next": {"step": at, "line": summary.line}}
+        searched += 1
+        ended = run.state_of(summary)
+        if wanted.admits(summary, ended) and _has_text(file, summary, wanted.text):
+            found.append({**summary.to_wire(), "step": at, "state": ended})
+    return {"episodes": found, "searched": searched, "next": None}
+
+
+def _from(
+    run: FollowedRun, kind: Kind, step: int | None, line: int
+) -> Iterator[tuple[int, RecordFile, EpisodeSummary]]:
+    """Yields each episode with its step and file, from a line of a step on to those of older steps."""
+    for number in reversed(run.records.numbers(kind)):
+        if step is None or number <= step:
+            file = run.records.file(kind, number)
+            for summary in file.summaries[line if number == step else 0 :]:
+                yield number, file, summary
+
+
+def _has_text(file: RecordFile, episode: EpisodeSummary, text: str) -> bool:
+    """Returns whether a prompt contains a text; reads the record if the summary has only its beginning."""
+    if not text or text in episode.prompt.casefold():
+        return True
+    return episode.prompt_cut and text in prompt_of(file.read(episode.line)).casefold()
