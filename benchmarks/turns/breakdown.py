@@ -35,6 +35,8 @@ _PARTS = (
 )
 """Parts and their files; the innermost matching frame of a stack decides."""
 _LOOP = "event loop"
+_WAITING = ("_worker (", "_next_batch (")
+"""Innermost functions of threads that wait for work, which py-spy does not recognise everywhere."""
 
 
 def breakdown(
@@ -74,7 +76,9 @@ def _shares(text: str) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
-        counts[_part(stack.split(";"))] += int(count)
+        frames = stack.split(";")
+        if not frames[-1].startswith(_WAITING):
+            counts[_part(frames)] += int(count)
     return {part: count / counts.total() for part, count in counts.most_common()}
 
 

@@ -87,7 +87,7 @@ class DialectEndpoint:
         calls: list[PendingTurn] = []
         async with Intake(session, gateway.turns, gateway.threads) as intake:
             body = await intake.body(receive)
-            parsed = await intake.parse(body)
+            parsed = await intake.parse(body, _position(dialect_name, 0))
             await gateway.turns.wait_for_closed_streams(session, parsed.text)
             request = await intake.read(
                 parsed,
@@ -98,10 +98,10 @@ class DialectEndpoint:
             exempt = exemption_reason(session, parsed.value, headers) or untrained_key(gateway, session)
             try:
                 for index, turn_request in enumerate(request.turn_requests):
-                    position = b"%s/%d/" % (dialect_name, index)
+                    position = _position(dialect_name, index)
                     turn_request = replace(
                         turn_request,
-                        digest=await intake.digest(position, body),
+                        digest=await intake.digest(position, body, first=index == 0),
                         idempotency_key=None if key is None else (position + key).decode("latin-1"),
                         exempt=exempt,
                         retry=retry,
@@ -112,6 +112,11 @@ class DialectEndpoint:
                     gateway.turns.abandon(session, call)
                 raise
         return request, calls
+
+
+def _position(dialect: bytes, index: int) -> bytes:
+    """Returns what the digest of a body begins with, for the reply of this index."""
+    return b"%b/%d/" % (dialect, index)
 
 
 class CountEndpoint:

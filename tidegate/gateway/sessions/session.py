@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
+from tidegate.gateway.sessions.body_prefixes import BodyPrefixes
 from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.pending_turns import PendingTurns
 from tidegate.gateway.sessions.tool_calls import MAX_RECORDED, SessionToolCalls
@@ -129,6 +130,8 @@ class GatewaySession(SessionRequest):
     """Turns whose write to the journal failed, by index; the next write includes them."""
     pending_writes: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Journal writes in progress, by turn index."""
+    body_prefixes: BodyPrefixes = field(init=False, default_factory=BodyPrefixes)
+    """The beginnings of its newest request bodies."""
     prepare_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
     """Held while a thread prepares a large request of this session; its other requests wait."""
     opening: asyncio.Future[None] | None = None
@@ -171,6 +174,7 @@ class GatewaySession(SessionRequest):
             self.closed = reason
         self.calls.cancel_all(session_closed(self.closed))
         self.tool_calls.cancel_all()
+        self.body_prefixes.clear()
         self.affinity.release()
 
     def stop(self, reason: str) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.types import Receive
@@ -18,6 +19,7 @@ from starlette.types import Receive
 from tidegate.gateway.large_json import Folded
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
+from tidegate.gateway.sessions.body_prefixes import MIN_BODY
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
@@ -65,6 +67,9 @@ class Intake:
         self._threads = threads
         self._locked = False
         self._large = False
+        self._remember: Callable[[Any], bytes] | None = None
+        """Remembers the value of the body, and returns its digest."""
+        self._first_digest: bytes | None = None
 
     async def __aenter__(self) -> Intake:
         return self
@@ -86,8 +91,29 @@ class Intake:
             await self._lock()
         return body
 
-    async def parse(self, body: RawBody) -> Parsed:
-        """Parses the body. Raises ApiError."""
+    async def parse(self, body: RawBody, position: bytes | None = None) -> Parsed:
+        """Parses the body. Raises ApiError.
+
+        With `position`, that of the request's first reply, what the body repeats of an earlier one of its
+        session is not parsed again.
+        """
+        if position is None or len(body) < MIN_BODY or self._session.closed is not None:
+            return await self._parse(body)
+        prefixes = self._session.body_prefixes
+        if self._large:
+            repeated = await self._threads.run(True, prefixes.find, position, body)
+        else:
+            repeated = prefixes.find(position, body)
+        if repeated is not None and len(repeated.rest) <= LARGE:
+            found = prefixes.read(repeated, body, parse)
+            if found is not None:
+                self._large = False
+                value, self._first_digest = found
+                return Parsed(value, body)
+        self._remember = partial(prefixes.remember, position, body)
+        return await self._parse(body)
+
+    async def _parse(self, body: RawBody) -> Parsed:
         if not self._large:
             return Parsed(parse(body), body)
         context = self._turns.prompts.context
@@ -106,15 +132,22 @@ class Intake:
         `record_overflow`, the session records that its history exceeds the context."""
         folded = parsed.folded
         if folded is None:
+            self._note(parsed.value)
             return read(parsed.value)
         session = self._session if record_overflow else None
 
         def read_large() -> T:
             for request in turn_requests(read(folded.value)):
                 self._turns.prompts.check_fits(session, request, folded)
-            return read(folded.unfold())
+            value = folded.unfold()
+            self._note(value)
+            return read(value)
 
         return await self._threads.run(True, read_large)
+
+    def _note(self, value: dict[str, Any]) -> None:
+        if self._remember is not None:
+            self._first_digest = self._remember(value)
 
     async def call(self, request: TurnRequest) -> PendingTurn:
         """Returns the call for a request. Raises ApiError."""
@@ -134,8 +167,10 @@ class Intake:
             attachment = attachment._replace(branch_reason=branch_reason)
         return await self._threads.run(self._large, prompts.render, session, request, attachment)
 
-    async def digest(self, position: bytes, body: RawBody) -> bytes:
-        """Hashes the body and a request's position in it."""
+    async def digest(self, position: bytes, body: RawBody, *, first: bool) -> bytes:
+        """Hashes the body and a request's position in it, which is the `first` or a further one."""
+        if first and self._first_digest is not None:
+            return self._first_digest
         if not self._large:
             return digest_of(position, body)
         return await self._threads.run(True, digest_of, position, body)
