@@ -15,6 +15,7 @@ from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
 from tests.unit.viewer.service_run import write_service_run
+from tests.unit.viewer.test_timeline import write_timed_run
 from tests.unit.viewer.viewer_run import write_run
 from tests.waiting import announced
 from tidegate.trainer.ledger.entries import entry
@@ -328,6 +329,40 @@ async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, ur
         clean(page, url)
 
 
+async def test_the_timeline_leads_to_its_episodes_and_to_the_steps_beside(port: int, tmp_path: Path) -> None:
+    with viewed(write_timed_run(tmp_path / "run").dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/#/timeline?step=2&span=1")
+            assert await page.look("document.querySelector('h1').textContent") == "Step 2"
+            await page.until("document.querySelectorAll('.timeline a.lane').length === 2")
+            widths = (
+                "[...document.querySelectorAll('.timeline svg > rect')].map(one => one.width.baseVal.value)"
+            )
+            wait, update, publish, evaluation = await page.look(widths)
+            assert wait / publish == pytest.approx(4, rel=0.01)
+            assert update / evaluation == pytest.approx(1.5, rel=0.01)
+            charts = "[...document.querySelectorAll('figure[data-title]')].map(one => one.dataset.title)"
+            assert await page.look(charts) == [
+                "Episodes in a call, by version of the engine's policy",
+                "Finished groups that wait for the trainer",
+            ]
+            await page.width(420)
+            await page.until("document.querySelector('.timeline > svg').clientWidth < 420")
+            assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0
+            await page.press("]")
+            await page.until("document.querySelector('h1')?.textContent === 'Step 3'")
+            await page.press("[")
+            await page.until("document.querySelector('a.lane')")
+            await page.look("location.hash = document.querySelector('a.lane').getAttribute('href')")
+            await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 0')")
+            await page.open(f"{url}/#/timeline?step=9")
+            await page.until(
+                "document.querySelector('[role=alert]')?.textContent.includes('no times of step 9')"
+            )
+            page.errors = [one for one in page.errors if "404" not in one]
+            clean(page, url)
+
+
 async def test_several_runs_are_compared_on_one_page(port: int, tmp_path: Path) -> None:
     one, two = write_dashboard_run(tmp_path / "one"), write_run(tmp_path / "two", steps=40)
     (tmp_path / "two" / "config.toml").write_text(
@@ -401,6 +436,7 @@ async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
         for place in (
             "",
             "metrics",
+            "timeline",
             "tasks",
             "episodes",
             "steps",

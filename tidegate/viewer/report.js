@@ -67,7 +67,7 @@
     const areas = spec.stacked ? piled(spec.series) : [];
     const { x, y } = range(spec.stacked ? { ...spec, series: [{ points: areas.at(-1)[2] }] } : spec);
     const yTicks = ticks(...y, height > 200 ? 5 : 3);
-    const left = Math.max(34, 14 + 6.5 * Math.max(...yTicks.map((one) => label(one).length)));
+    const left = Math.max(spec.left ?? 34, 14 + 6.5 * Math.max(...yTicks.map((one) => label(one).length)));
     const box = { left, right: width - RIGHT, top: spec.axes[1] ? 24 : 10, bottom: height - (spec.axes[0] ? 40 : 26) };
     const across = (value) => box.left + ((value - x[0]) / (x[1] - x[0])) * (box.right - box.left);
     const up = (value) => box.bottom - ((value - y[0]) / (y[1] - y[0])) * (box.bottom - box.top);
@@ -79,7 +79,7 @@
       shape("line", { class: "grid", x1: box.left, x2: box.right, y1: up(value), y2: up(value) }),
       shape("text", { class: "tick end", x: box.left - 7, y: up(value), dy: 4 }, label(value)),
     ]);
-    const steps = /step/.test(spec.axes[0]);
+    const steps = spec.axes[0].endsWith("step");
     const marks = ticks(...x, Math.max(3, Math.min(8, Math.floor(width / 90)))).filter((value) => !steps || Number.isInteger(value));
     parts.push(...marks.map((value) => shape("text", { class: "tick mid", x: across(value), y: box.bottom + 18 }, label(value))));
     if (spec.axes[1]) parts.push(shape("text", { class: "title", x: 0, y: 11 }, spec.axes[1]));
@@ -126,7 +126,7 @@
     const [place] = nearest(spec.series.flatMap((one) => one.points), wanted);
     const steps = spec.axes[0].endsWith("step");
     if (steps) figure.dataset.step = Math.round(place);
-    const lines = [steps ? `step ${Math.round(place)}` : `${label(place)} ${spec.axes[0]}`];
+    const lines = [steps ? `step ${Math.round(place)}` : `${label(place)} ${spec.unit ?? spec.axes[0]}`];
     // Runs and evaluations have steps of their own: the nearest value within a hundredth of the width.
     const reach = spec.near ? (x[1] - x[0]) / 50 : 0;
     for (const one of spec.series) {

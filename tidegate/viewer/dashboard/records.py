@@ -55,6 +55,8 @@ class EpisodeSummary:
     prompt: str
     """Beginning of the first message of the user, on one line."""
     prompt_cut: bool
+    started: float | None
+    """Unix time of its first call."""
 
     def to_wire(self) -> dict[str, Any]:
         hidden = ("offset", "length")
@@ -91,6 +93,7 @@ def summary(line: int, offset: int, length: int, record: Mapping[str, Any]) -> E
         error=printable(record.get("error") or "")[:LONGEST_ERROR],
         prompt=prompt[:LONGEST_PROMPT],
         prompt_cut=len(prompt) > LONGEST_PROMPT,
+        started=min((start for turn in turns if (start := known(turn.get("started")))), default=None),
     )
 
 

@@ -18,6 +18,7 @@ from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
 from tidegate.viewer.dashboard.tasks import tasks
+from tidegate.viewer.dashboard.timeline import timeline
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
@@ -355,6 +356,7 @@ VIEWS: dict[str, Callable[..., Wire]] = {
     "state": state, "overview": overview, "metrics": metrics_of_run, "curves": curves_of_run,
     "steps": steps, "step": step, "groups": groups, "group": group, "evaluations": evaluations,
     "compared": compared, "failures": failures, "settings": settings, "episode": one_episode,
-    "episodes": episodes, "tasks": tasks, "tokens": more_tokens, "service": service, "notes": notes,
+    "episodes": episodes, "tasks": tasks, "timeline": timeline, "tokens": more_tokens,
+    "service": service, "notes": notes,
 }  # fmt: skip
 """The views by the last part of their path."""

@@ -8,6 +8,7 @@ import { servicePage } from "./service.js";
 import { metricsPage } from "./metrics.js";
 import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
 import { tasksPage } from "./tasks.js";
+import { timelinePage } from "./timeline.js";
 import { nextTheme } from "./theme.js";
 import { choose, hideTip, QUANTITIES } from "./tokens.js";
 
@@ -24,6 +25,7 @@ function view([first, ...rest]) {
   const [one, two, three, four] = rest;
   if (first === undefined) return () => overviewPage(main, state);
   if (first === "metrics") return () => metricsPage(main);
+  if (first === "timeline") return () => timelinePage(main);
   if (first === "tasks") return () => tasksPage(main);
   if (first === "episodes") return () => searchPage(main);
   if (first === "steps") return () => stepsPage(main, state);
@@ -42,7 +44,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { metrics: "#/metrics", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { metrics: "#/metrics", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -122,7 +124,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", m: "#/metrics", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
+const goTo = { o: "#/", m: "#/metrics", i: "#/timeline", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {

@@ -3,12 +3,14 @@ import { h, link } from "./dom.js";
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 
+export function shape(name, attributes, ...children) {
+  const element = document.createElementNS(NAMESPACE, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
 function sample(tone, form) {
-  const shape = (name, attributes) => {
-    const element = document.createElementNS(NAMESPACE, name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    return element;
-  };
   const svg = shape("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" });
   if (form === "area") svg.append(shape("rect", { class: `area ${tone}`, x: 5, y: -1, width: 12, height: 12, rx: 2 }));
   else svg.append(shape("polyline", { class: `${form} ${tone}`, points: "0,5 22,5" }));

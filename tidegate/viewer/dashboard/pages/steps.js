@@ -92,7 +92,7 @@ export async function stepPage(main, step) {
   const metrics = found.metrics ?? {};
   main.replaceChildren(
     crumbs([["Steps", "#/steps"], [`Step ${step}`, null]]),
-    h("div", { class: "heading" }, h("h1", {}, `Step ${step}`), neighbours(found.before && link(["step", found.before]), found.after && link(["step", found.after]), "step")),
+    h("div", { class: "heading" }, h("h1", {}, `Step ${step}`), found.metrics ? h("a", { class: "chip", href: link(["timeline"], { step, span: 1 }) }, "timeline") : null, neighbours(found.before && link(["step", found.before]), found.after && link(["step", found.after]), "step")),
     found.metrics ? stepFacts(metrics) : h("p", { class: "soft" }, "This step's metrics are not written: it is being taken, or the run went back to before it."),
     found.metrics ? allMetrics(metrics) : "",
     h("h2", {}, "Groups"),
