@@ -280,6 +280,8 @@ async def test_any_metric_is_found_by_name_and_its_curve_stays_in_the_address(po
         await page.press("g", "m")
         await page.until(f"{CURVES}.length === 3")
         assert await page.look(CURVES) == ["reward/mean", "eval/reward", "entropy"]
+        tops = "[...document.querySelectorAll('.curves figure')].slice(0, 2).map(one => one.offsetTop)"
+        assert len(set(await page.look(tops))) == 1
         groups = "[...document.querySelectorAll('.chooser details')].map(one => one.dataset.group)"
         assert await page.look(groups) == sorted(await page.look(groups))
         assert {"reward", "eval", "time"} <= set(await page.look(groups))
