@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 from tests.fakes import Stage, eventually, staged
@@ -15,6 +16,7 @@ from tests.integration.envs.test_service import service
 from tests.integration.gateway.test_environments import call, finished, id_of, opened, tool_call_text
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.chat import ChatAgent
+from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.types import Outcome, Task
 
 
@@ -44,6 +46,19 @@ async def test_an_episode_is_set_up_used_scored_and_torn_down(stage: Stage, tmp_
     results = [(one.result, one.error) for one in trajectory.tool_calls]
     assert results == [("2", False), ("only numbers ≥ 0", True), ("4", False)]
     await eventually(lambda: torn_down.exists() and torn_down.read_text() == "4")
+
+
+async def test_the_service_is_started_once(stage: Stage) -> None:
+    environments = stage.gateway.options.environments
+    assert isinstance(environments, OwnedEnvironments)
+    sessions = [
+        await opened(stage, task=Task("t", "counter", [{"role": "user", "content": "?"}])) for _ in range(8)
+    ]
+    workers = {int((await session.call(call("process")))["content"]) for session in sessions}
+    services = {psutil.Process(worker).ppid() for worker in workers}
+    await environments.start()
+    children = psutil.Process().children()
+    assert [child.pid for child in children if "env" in child.cmdline()] == list(services)
 
 
 async def test_a_killed_worker_is_no_fault_of_the_agent(stage: Stage) -> None:

@@ -43,6 +43,9 @@ class OwnedEnvironments(EnvironmentClient):
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Start the service; a second call has no effect. Raises StartError."""
+        if self._keeping is not None:  # a second service would serve at the same socket, with other states
+            return
         self._urls = [await self._service.start()]
         self._keeping = asyncio.create_task(self._keep(), name="environment service")
         await super().start()
