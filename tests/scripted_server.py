@@ -75,7 +75,8 @@ class ScriptedServer:
         assert task is not None
         self._tasks.add(task)
         try:
-            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            # Cancelled only as the server stops.
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError, asyncio.CancelledError):
                 await script(connection)
         finally:
             self._tasks.discard(task)

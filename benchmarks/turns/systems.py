@@ -116,6 +116,23 @@ class Processes:
         command = [sys.executable, "-m", "turns.load"]
         return Loader(self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
+    def agent(self, client: str, engine: System) -> Callable[[str], float]:
+        """Starts an agents' process; returns a function that runs a round of `turns.agent`."""
+        command = [sys.executable, "-m", "turns.agent", client, engine.url]
+        process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+        def run(kind: str) -> float:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(kind.encode() + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the agents' process of {client} exited; its error is printed above")
+            return float(answer)
+
+        return run
+
     def engine(self, replies: Path) -> System:
         command = [sys.executable, "-m", "turns.engine", str(replies)]
         return self._announced("engine", command, "/v1/chat/completions")

@@ -113,6 +113,9 @@ class Session:
     def openai(self, *, train: bool = True) -> AsyncOpenAI:
         """Returns an `AsyncOpenAI` client of this session. All clients share one connection pool.
 
+        Requests, replies, retries and errors are those of the SDK; its HTTP client is one that needs less CPU
+        time (docs/clients.md).
+
         Args:
             train: False for auxiliary calls: they are recorded but never trained on.
         """
@@ -235,9 +238,9 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = we
 def _shared_async(loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
     client = _clients.get(loop)
     if client is None:
-        from openai import AsyncOpenAI
+        from tidegate.agents.sdk.client import new_openai
 
-        client = _clients[loop] = AsyncOpenAI(
+        client = _clients[loop] = new_openai(
             base_url="http://unset.invalid", api_key="unset", max_retries=RETRIES
         )
     return client

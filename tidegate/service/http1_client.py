@@ -14,7 +14,7 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote, unquote, urlsplit
 
@@ -45,8 +45,12 @@ class ConnectFailed(ConnectionError):
     """A connection was refused, or the host name could not be resolved. `errno` is that of the cause."""
 
 
+class ReadTimeout(TimeoutError):
+    """Nothing was received in time."""
+
+
 class ConnectionLost(ConnectionError):
-    """The server closed the connection before its reply was complete."""
+    """The server closed the connection before its reply was complete. `errno` is set if it was reset."""
 
 
 class InvalidReply(OSError):
@@ -121,18 +125,27 @@ class Http1Client:
         connect_s: Timeout of a connection in seconds; a reply has none.
         keepalive_s: Seconds for which an idle connection is kept. Less than the servers' own, so that a
             server does not close a connection as a request is sent.
+        tls: Returns the context of TLS connections.
     """
 
-    def __init__(self, connect_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        connect_s: float,
+        keepalive_s: float,
+        tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
+    ) -> None:
         self.keepalive_s = keepalive_s
         self._connect_s = connect_s
         self._idle: dict[Origin, dict[_Connection, None]] = {}
         self._open: set[_Connection] = set()
         self._names: dict[Origin, tuple[asyncio.Future[Any], float]] = {}
         self._sweeper: asyncio.TimerHandle | None = None
+        self._new_context = tls
         self._tls: ssl.SSLContext | None = None
 
-    async def send(self, origin: Origin, data: bytes) -> Http1Reply:
+    async def send(
+        self, origin: Origin, data: bytes, *, connect_s: float | None = None, read_s: float | None = None
+    ) -> Http1Reply:
         """Sends a request and waits for the head of its reply.
 
         A request on a connection that the server had closed while it was idle is sent again on a new one.
@@ -141,9 +154,12 @@ class Http1Client:
         Args:
             origin: The server.
             data: The complete request.
+            connect_s: Timeout of a connection in seconds; None: the client's.
+            read_s: Longest time in seconds between two parts of the reply; None: unlimited.
 
         Raises:
             ConnectTimeout, ConnectFailed: There is no connection; nothing was sent.
+            ReadTimeout: Nothing was received for `read_s`.
             ConnectionLost: The connection was closed without a reply or within its head.
             InvalidReply: The reply is not HTTP, or its head exceeds MAX_HEAD.
         """
@@ -151,12 +167,13 @@ class Http1Client:
         connection = self._take(origin, began)
         if connection is not None:
             try:
-                return await _exchange(connection, data)
+                return await _exchange(connection, data, read_s)
             except ConnectionLost:
                 was_idle = began - connection.idle_since >= _STALE_S > time.monotonic() - began
                 if connection.received or not was_idle:
                     raise
-        return await _exchange(await self._connect(origin), data)
+        connect_s = self._connect_s if connect_s is None else connect_s
+        return await _exchange(await self._connect(origin, connect_s), data, read_s)
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -179,12 +196,12 @@ class Http1Client:
             connection.abort()
         return None
 
-    async def _connect(self, origin: Origin) -> _Connection:
+    async def _connect(self, origin: Origin, connect_s: float) -> _Connection:
         try:
-            async with delay_tolerant_timeout(self._connect_s):
+            async with delay_tolerant_timeout(connect_s):
                 return await self._open_connection(origin)
         except TimeoutError:
-            message = f"connecting to {origin} took longer than {self._connect_s:g} s"
+            message = f"connecting to {origin} took longer than {connect_s:g} s"
             raise ConnectTimeout(message) from None
         except (OSError, UnicodeError) as error:
             failure = ConnectFailed(f"cannot connect to {origin}: {error}")
@@ -194,7 +211,7 @@ class Http1Client:
     async def _open_connection(self, origin: Origin) -> _Connection:
         options: dict[str, Any] = {}
         if origin.tls:
-            self._tls = self._tls or ssl.create_default_context()
+            self._tls = self._tls or self._new_context()
             options = {"ssl": self._tls, "server_hostname": origin.host}
         if _is_address(origin.host):
             options |= {"host": origin.host, "port": origin.port}
@@ -252,8 +269,8 @@ async def _lookup(host: str, port: int) -> Any:
     return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
 
 
-async def _exchange(connection: _Connection, data: bytes) -> Http1Reply:
-    reply = connection.request(data)
+async def _exchange(connection: _Connection, data: bytes, read_s: float | None) -> Http1Reply:
+    reply = connection.request(data, read_s)
     try:
         await reply.head()
     except BaseException:
@@ -279,18 +296,21 @@ class Http1Reply:
         "_complete",
         "_connection",
         "_error",
+        "_read_s",
         "_released",
         "_size",
+        "_timer",
         "_waiter",
         "_whole",
         "headers",
         "status",
     )
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: _Connection, read_s: float | None) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self._connection = connection
+        self._read_s = read_s
         self._chunks: list[bytes] = []
         self._size = 0
         """Bytes of `_chunks`."""
@@ -299,6 +319,7 @@ class Http1Reply:
         self._complete = False
         self._error: OSError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -347,11 +368,27 @@ class Http1Reply:
     async def _change(self) -> None:
         if self._error is not None:
             raise self._error
-        self._waiter = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        if self._read_s is not None:
+            self._timer = loop.call_later(self._read_s, self._time_out, self._read_s)
         try:
             await self._waiter
         finally:
             self._waiter = None
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _time_out(self, read_s: float) -> None:
+        if self._waiter is None or self._waiter.done():
+            return  # the event loop was late
+        loop = asyncio.get_running_loop()
+        rest = self._connection.received_at + read_s - loop.time()
+        if rest > 0:  # something was received that was no reason to wake, as a part of the head
+            self._timer = loop.call_later(rest, self._time_out, read_s)
+        else:
+            self._connection.fail(ReadTimeout(f"nothing was received for {read_s:g} s"))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -400,11 +437,14 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self.received = False
         """Whether anything was received since the last request."""
+        self.received_at = 0.0
+        """On the event loop's clock."""
+        self._loop = asyncio.get_running_loop()
         self.idle_since = 0.0
         """On the clock of `time.monotonic()`: the event loop's own time stands still while it is blocked."""
 
-    def request(self, data: bytes) -> Http1Reply:
-        self._reply = reply = Http1Reply(self)
+    def request(self, data: bytes, read_s: float | None) -> Http1Reply:
+        self._reply = reply = Http1Reply(self, read_s)
         self._head_size, self._complete, self.received = 1, False, False
         self._transport.write(data)
         return reply
@@ -449,7 +489,7 @@ class _Connection(asyncio.Protocol):
         if self._reply is None:
             self._transport.abort()  # no reply was asked for
             return
-        self.received = True
+        self.received, self.received_at = True, self._loop.time()
         if self._head_size:
             self._head_size += len(data)
         try:
@@ -471,11 +511,13 @@ class _Connection(asyncio.Protocol):
             return
         if error is None and not self._head_size and self._ends_with_connection():
             reply.complete()
-        elif self.received:
-            reply.fail(ConnectionLost(f"{self._origin} closed the connection in the middle of its reply"))
         else:
-            reason = f": {error}" if error else ""
-            reply.fail(ConnectionLost(f"{self._origin} closed the connection without a reply{reason}"))
+            when = "in the middle of its reply" if self.received else "without a reply"
+            lost = ConnectionLost(
+                f"{self._origin} closed the connection {when}{f': {error}' if error else ''}"
+            )
+            lost.errno = getattr(error, "errno", None)
+            reply.fail(lost)
 
     def _ends_with_connection(self) -> bool:
         names = {name.lower() for name, _ in self._headers}

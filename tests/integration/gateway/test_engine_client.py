@@ -150,14 +150,14 @@ async def test_too_many_open_files_of_the_gateway_quarantine_no_engine(
     connect = Http1Client._connect
     failures = 3
 
-    async def failing(self: Http1Client, origin: Any) -> Any:
+    async def failing(self: Http1Client, *arguments: Any) -> Any:
         nonlocal failures
         if failures:
             failures -= 1
             error = ConnectFailed("cannot connect: too many open files")
             error.errno = errno.EMFILE
             raise error
-        return await connect(self, origin)
+        return await connect(self, *arguments)
 
     async with scripted(*[serving] * 10) as server:
         engine = await pool.add(EngineRecord(server.url), wait_s=5)

@@ -27,6 +27,7 @@ from tidegate.service.http1_client import (
     Http1Reply,
     InvalidReply,
     Origin,
+    ReadTimeout,
     parse_url,
 )
 
@@ -353,6 +354,45 @@ async def test_a_timeout_of_a_slow_server_closes_the_connection(client: Http1Cli
             async with asyncio.timeout(0.05):
                 await post(client, server.url)
         await server.connections[0].closed.wait()
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200", OK + b"content-length: 11\r\n\r\nhello"])
+@on_each_loop
+async def test_a_reply_that_stops(client: Http1Client, sent: bytes) -> None:
+    async with scripted(sends(sent) if sent else sends()) as server:
+        origin, _, headers = parse_url(server.url)
+        request = b"GET / HTTP/1.1\r\n%b\r\n" % headers
+        with pytest.raises(ReadTimeout, match="nothing was received for"):
+            await (await client.send(origin, request, read_s=0.05)).read()
+        await server.connections[0].closed.wait()
+
+
+@on_each_loop
+async def test_each_part_of_a_reply_has_the_time_to_arrive(client: Http1Client) -> None:
+    async def script(connection: Scripted) -> None:
+        await connection.request()
+        for byte in in_bytes(OK[:10]):
+            await connection.send(byte)
+            await asyncio.sleep(0.03)
+        await connection.send(LENGTH[10:])
+
+    async with scripted(script) as server:
+        origin, _, headers = parse_url(server.url)
+        with await client.send(origin, b"GET / HTTP/1.1\r\n%b\r\n" % headers, read_s=0.2) as reply:
+            assert await reply.read() == b"hello world"
+
+
+@on_each_loop
+async def test_a_reply_that_a_late_event_loop_reads_is_in_time(server_thread: str) -> None:
+    client = Http1Client(connect_s=5.0, keepalive_s=3.0)
+    origin, _, headers = parse_url(server_thread)
+    request = b"GET / HTTP/1.1\r\n%b\r\n" % headers
+    (await client.send(origin, request)).release()
+    call = asyncio.create_task(client.send(origin, request, read_s=0.05))
+    await asyncio.sleep(0)
+    block(0.15)  # the reply arrives meanwhile
+    assert await (await call).read() == b"ok"
+    await client.close()
 
 
 @on_each_loop

@@ -1,0 +1,106 @@
+"""The openai SDK's asynchronous client with less work per call; requests and replies are the same.
+
+Nearly all CPU time of an agent's call is spent in two places. Before a request, the SDK tries each message
+against the types of all roles, though plain JSON is sent as it is. And httpx sends the request.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from functools import cached_property
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI
+from openai.resources.chat import AsyncChat
+from openai.resources.chat.completions import AsyncCompletions
+
+from tidegate.agents.sdk.transport import new_client
+
+_SDK = str(Path(openai.__file__).parent)
+_ATOMS = frozenset({str, int, float, bool, type(None)})
+
+
+class LeanCompletions(AsyncCompletions):
+    """Chat completions whose plain messages and tools bypass the SDK's conversion, which would not change
+    them."""
+
+    async def create(self, **arguments: Any) -> Any:
+        """Creates a completion, with the arguments and results of the SDK."""
+        plain = {
+            name: value
+            for name in ("messages", "tools")
+            if type(value := arguments.get(name)) is list and is_plain(value)
+        }
+        if plain and _is_original():  # sent as they are, in the places that the empty lists have in the body
+            arguments |= dict.fromkeys(plain, ())
+            arguments["extra_body"] = {**plain, **(arguments.get("extra_body") or {})}
+        return await super().create(**arguments)
+
+
+class LeanChat(AsyncChat):
+    @cached_property
+    def completions(self) -> AsyncCompletions:
+        return LeanCompletions(self._client)
+
+
+class LeanAsyncOpenAI(AsyncOpenAI):
+    """`AsyncOpenAI` with an HTTP client of its own, `httpx` or `httpx2` as the SDK uses."""
+
+    @cached_property
+    def chat(self) -> AsyncChat:
+        return LeanChat(self)
+
+    @property
+    def user_agent(self) -> str:
+        return super().user_agent.replace(type(self).__name__, AsyncOpenAI.__name__, 1)
+
+    def copy(self, **options: Any) -> LeanAsyncOpenAI:
+        """Returns a client with other options, as the SDK does."""
+        made: LeanAsyncOpenAI = super().copy(**options)
+        # Otherwise each copy determines the platform in a thread at its first call.
+        made._platform = self._platform = self._platform or _platform()
+        return made
+
+    with_options = copy
+
+
+def new_openai(**options: Any) -> AsyncOpenAI:
+    """Returns a client of the openai SDK; `options` are those of `AsyncOpenAI`."""
+    major = int(openai.__version__.partition(".")[0])
+    httpx = importlib.import_module("httpx2" if major >= 3 else "httpx")
+    http_client = new_client(
+        httpx,
+        follow_redirects=True,
+        timeout=openai.DEFAULT_TIMEOUT,
+        limits=openai.DEFAULT_CONNECTION_LIMITS,
+    )
+    return LeanAsyncOpenAI(http_client=http_client, **options)
+
+
+@functools.cache
+def _platform() -> Any:
+    """Returns the SDK's name of the platform; None if this version determines it in another way."""
+    base = importlib.import_module("openai._base_client")
+    find = getattr(base, "get_platform", None)
+    return None if find is None else find()
+
+
+def _is_original() -> bool:
+    """Returns whether the SDK's method is its own. A library that traces calls may have replaced it, and
+    reads its arguments."""
+    method = AsyncCompletions.create
+    return isinstance(method, FunctionType) and method.__code__.co_filename.startswith(_SDK)
+
+
+def is_plain(value: Any) -> bool:
+    """Returns whether a value consists of lists, dicts with string keys, strings, numbers and None."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if kind is dict:
+        return all(type(key) is str and is_plain(item) for key, item in value.items())
+    return kind is list and all(map(is_plain, value))
