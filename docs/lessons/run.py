@@ -63,11 +63,11 @@ async def execute(made: Any, folder: str) -> None:
 
 
 def printed(cell: Any, folder: str) -> str:
-    """Returns what a cell printed, without escape sequences and the machine's paths."""
+    """Returns what a cell printed to standard output, without escape sequences and the machine's paths."""
     parts = []
     for output in cell.get("outputs", []):
         if output.output_type == "stream":
-            parts.append(output.text)
+            parts.append(output.text if output.name == "stdout" else "")
         elif "image/png" not in output.get("data", {}):
             parts.append(output.get("data", {}).get("text/plain", "") + "\n")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(parts)).replace(f"{os.path.realpath(folder)}/", "")

@@ -172,7 +172,6 @@ class ClientEpisode:
         self.base_url = self.api_key = self.model = self._id = ""
         self._group = group
         self._metadata = metadata
-        self._openai: AsyncOpenAI | None = None
 
     async def __aenter__(self) -> Self:
         row = await self._group._open_episode(self._metadata)
@@ -181,20 +180,18 @@ class ClientEpisode:
         return self
 
     def openai(self) -> AsyncOpenAI:
-        """Returns an OpenAI client of the episode, closed at its end.
+        """Returns an OpenAI client of the episode. All episodes of a `Client` share its connections.
 
         Its calls are repeated for about `timeout_s` of the `Client`, so that a restart of the run fails none.
         """
-        if self._openai is None:
-            retries = FIRST_RETRIES + math.ceil(self._group._http.timeout_s / RETRY_S)
-            self._openai = AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=retries)
-        return self._openai
+        retries = FIRST_RETRIES + math.ceil(self._group._http.timeout_s / RETRY_S)
+        return self._group._http.openai().with_options(
+            base_url=self.base_url, api_key=self.api_key, max_retries=retries
+        )
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._openai is not None:
-            await self._openai.close()
         if error is not None:
             failure = {"outcome": "agent_error", "error": f"{type(error).__name__}: {error}"}
             await leave(self._finish(failure))

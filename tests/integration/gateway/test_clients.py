@@ -105,6 +105,22 @@ async def test_a_group_that_was_not_trained_on_raises_with_the_reason(
     assert refused.value.state == "refused"
 
 
+async def test_episodes_share_connections_that_are_closed_with_the_client(stage: Stage, key: str) -> None:
+    async with (
+        Client(stage.url, key) as client,
+        client.group("my task") as group,
+        group.episode() as first,
+        group.episode() as second,
+    ):
+        clients = [run.openai() for run in (first, second)]
+        for llm in clients:
+            await llm.chat.completions.create(model="policy", messages=ASK)
+        first.reward = second.reward = 1.0
+    assert clients[0].api_key != clients[1].api_key
+    assert clients[0]._client is clients[1]._client
+    assert clients[0].is_closed()
+
+
 async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stage, client: Client) -> None:
     group = await formed(client)
     settings = load_settings(None, ["--model.path=x", "--trainer.group_size=2"])
