@@ -62,8 +62,8 @@ def often_copied(generator: random.Random, observation: str) -> str:
 
 
 def any_number(generator: random.Random, _observation: str) -> str:
-    """A number in brackets, as often out of the game's range as in it, and without regard to hints."""
-    return f"[{generator.randrange(1, 41)}]"
+    """A number in brackets, twice as often out of the game's range as in it, without regard to hints."""
+    return f"[{generator.randrange(1, 61)}]"
 
 
 def wandering(generator: random.Random, _observation: str) -> str:
