@@ -22,7 +22,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from docs.lessons.pages import lessons, with_outputs, without_results
+from docs.lessons.pages import FOLDER, lessons, with_outputs, without_results
 
 LIMIT_S = 180.0
 """Processor time of one lesson, of all its processes. Wall time depends on what else the machine does."""
@@ -70,7 +70,9 @@ def printed(cell: Any, folder: str) -> str:
             parts.append(output.text if output.name == "stdout" else "")
         elif "image/png" not in output.get("data", {}):
             parts.append(output.get("data", {}).get("text/plain", "") + "\n")
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(parts)).replace(f"{os.path.realpath(folder)}/", "")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", "".join(parts))
+    for path in (os.path.realpath(folder), str(FOLDER.parents[1])):
+        text = text.replace(f"{path}/", "")
     lines = [line.rstrip() for line in text.strip("\n").splitlines()]
     if len(lines) > LONGEST_OUTPUT:
         lines = [*lines[: LONGEST_OUTPUT - 1], f"… ({len(lines) - LONGEST_OUTPUT + 1} more lines)"]
