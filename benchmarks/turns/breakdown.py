@@ -35,7 +35,7 @@ _PARTS = (
 )
 """Parts and their files; the innermost matching frame of a stack decides."""
 _LOOP = "event loop"
-_WAITING = ("_worker (", "_next_batch (")
+_WAITING = ("_worker (", "Writer._next_batch (")
 """Innermost functions of threads that wait for work, which py-spy does not recognise everywhere."""
 
 

@@ -427,6 +427,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self._origin = origin
         self._transport: Any = None
+        self._poll = select.poll()
         self._parser = httptools.HttpResponseParser(self)
         self._reply: Http1Reply | None = None
         self._headers: list[tuple[bytes, bytes]] = []
@@ -454,9 +455,7 @@ class _Connection(asyncio.Protocol):
         not processed yet, because it is late."""
         if idle_s > self._client.keepalive_s or self._transport.is_closing():
             return False
-        poll = select.poll()
-        poll.register(self._transport.get_extra_info("socket").fileno(), select.POLLIN)
-        return not poll.poll(0)
+        return not self._poll.poll(0)
 
     def abort(self) -> None:
         self._reply = None
@@ -483,6 +482,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
         self._client.opened(self)
 
     def data_received(self, data: bytes) -> None:
