@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 
 from tests.waiting import eventually
-from tidegate.service.direct_request import DirectRoute
-from tidegate.service.http_protocol import DirectProtocol
+from tidegate.service.direct.protocol import DirectProtocol
+from tidegate.service.direct.request import DirectRoute
 
 START_S = 30.0
 GRACE_S = 1.0

@@ -17,7 +17,7 @@ from turns.systems import System
 _RATE = 400
 _START_S = 2.0
 _PARTS = (
-    ("engine call: HTTP", ("http1_client.py", "engines/client.py", "/aiohttp/")),
+    ("engine call: HTTP", ("/service/http1/", "engines/client.py", "/aiohttp/")),
     ("journal", ("/gateway/journal/",)),
     ("encoding", ("rendering/tokenizer.py",)),
     ("reply: decoding, tool calls, stop strings", ("/gateway/parsing/",)),
@@ -31,7 +31,7 @@ _PARTS = (
         ("http/endpoints.py", "turns/intake.py", "request_body.py", "request.py", "body_prefixes.py"),
     ),
     ("pipeline", ("/gateway/turns/", "/gateway/sessions/", "/gateway/sampling.py")),
-    ("HTTP server, ASGI and routing", ("/uvicorn/", "/starlette/", "http_protocol.py", "http/app.py")),
+    ("HTTP server, ASGI and routing", ("/uvicorn/", "/starlette/", "/service/direct/", "http/app.py")),
 )
 """Parts and their files; the innermost matching frame of a stack decides."""
 _LOOP = "event loop"

@@ -23,8 +23,8 @@ import uvicorn
 
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
-from tidegate.service.direct_request import DirectRoute
-from tidegate.service.http_protocol import DirectProtocol
+from tidegate.service.direct.protocol import DirectProtocol
+from tidegate.service.direct.request import DirectRoute
 from tidegate.service.parent_death import end_with_parent
 
 log = logging.getLogger("tidegate.service.serve")

@@ -18,7 +18,8 @@ from tidegate.gateway.engines.client import EngineClient
 from tidegate.gateway.engines.engine import Affinity, EngineRecord, PoolOptions
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult
-from tidegate.service.http1_client import ConnectFailed, ConnectionLost, Http1Client
+from tidegate.service.http1.client import Http1Client
+from tidegate.service.http1.errors import ConnectFailed, ConnectionLost
 
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

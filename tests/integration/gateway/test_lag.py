@@ -23,7 +23,7 @@ from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
 from tidegate.gateway.engines.engine import Affinity, EngineRecord, PoolOptions
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest
-from tidegate.service.http1_client import ConnectTimeout
+from tidegate.service.http1.errors import ConnectTimeout
 
 REPLY = {
     "output_ids": [5],

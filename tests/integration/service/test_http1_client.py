@@ -18,18 +18,18 @@ import uvloop
 
 from tests.scripted_server import Script, Scripted, scripted
 from tests.waiting import eventually
-from tidegate.service import http1_client
-from tidegate.service.http1_client import (
+from tidegate.service.http1 import client as http1_client
+from tidegate.service.http1 import connection as http1_connection
+from tidegate.service.http1.client import Http1Client
+from tidegate.service.http1.connection import Http1Reply
+from tidegate.service.http1.errors import (
     ConnectFailed,
     ConnectionLost,
     ConnectTimeout,
-    Http1Client,
-    Http1Reply,
     InvalidReply,
-    Origin,
     ReadTimeout,
-    parse_url,
 )
+from tidegate.service.http1.origin import Origin, parse_url
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
@@ -430,7 +430,7 @@ async def test_a_released_reply_keeps_the_connection_when_its_rest_arrives(clien
 async def test_a_released_reply_whose_rest_does_not_arrive(
     client: Http1Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http1_client, "_REST_S", 0.01)
+    monkeypatch.setattr(http1_connection, "_REST_S", 0.01)
     async with scripted(sends(OK + b"content-length: 11\r\n\r\nhello")) as server:
         with await begun(client, server.url) as reply:
             assert await reply.piece() == b"hello"
@@ -475,7 +475,7 @@ async def test_a_reply_read_as_a_whole_is_not_paused(client: Http1Client) -> Non
 
 @on_each_loop
 async def test_limits_of_the_head_and_the_body(client: Http1Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1_client, "MAX_BODY", 10)
+    monkeypatch.setattr(http1_connection, "MAX_BODY", 10)
     long = b"x-a: " + b"a" * 2**16
     async with scripted(sends(OK, long, long), sends(LENGTH), sends(CHUNKED)) as server:
         with pytest.raises(InvalidReply, match="headers of more than 65536 bytes"):
@@ -489,7 +489,7 @@ async def test_limits_of_the_head_and_the_body(client: Http1Client, monkeypatch:
 
 @on_each_loop
 async def test_a_long_stream_is_not_limited(client: Http1Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http1_client, "MAX_BODY", 10)
+    monkeypatch.setattr(http1_connection, "MAX_BODY", 10)
     more = asyncio.Semaphore(0)
 
     async def script(connection: Scripted) -> None:

@@ -12,16 +12,16 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from tidegate.service.http1_client import (
+from tidegate.service.http1.client import Http1Client
+from tidegate.service.http1.connection import Http1Reply
+from tidegate.service.http1.errors import (
     ConnectFailed,
     ConnectionLost,
     ConnectTimeout,
-    Http1Client,
-    Http1Reply,
     InvalidReply,
-    Origin,
     ReadTimeout,
 )
+from tidegate.service.http1.origin import Origin
 
 _KEEPALIVE_S = 30.0
 """The gateway keeps idle connections for longer."""

@@ -12,14 +12,10 @@ import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
-from tidegate.service.http1_client import (
-    ConnectionLost,
-    Http1Client,
-    Http1Reply,
-    Origin,
-    delay_tolerant_timeout,
-    parse_url,
-)
+from tidegate.service.http1.client import Http1Client, delay_tolerant_timeout
+from tidegate.service.http1.connection import Http1Reply
+from tidegate.service.http1.errors import ConnectionLost
+from tidegate.service.http1.origin import Origin, parse_url
 from tidegate.service.http_client import error_in
 
 _REFUSALS = frozenset({400, 422})

@@ -23,7 +23,7 @@ from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
-from tidegate.service.direct_request import DirectRequest, DirectRoute
+from tidegate.service.direct.request import DirectRequest, DirectRoute
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0

@@ -16,7 +16,7 @@ from yarl import URL
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.http.schemas import Lease
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
-from tidegate.service.http1_client import delay_tolerant_timeout
+from tidegate.service.http1.client import delay_tolerant_timeout
 from tidegate.service.http_client import HttpClient, bearer
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")

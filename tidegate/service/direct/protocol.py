@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tidegate.service.direct_request import CompleteRequest, DirectRequest, DirectRoute
+from tidegate.service.direct.request import CompleteRequest, DirectRequest, DirectRoute
 
 _HEAD = b"HTTP/1."
 

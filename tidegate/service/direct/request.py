@@ -9,7 +9,7 @@ from typing import Any
 
 import httptools
 
-log = logging.getLogger("tidegate.service.direct_request")
+log = logging.getLogger("tidegate.service.direct.request")
 
 MAX_REQUEST = 64 * 1024
 """Bytes of a request; longer ones go through ASGI."""

@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from tests.serving import served
 from tests.waiting import eventually
-from tidegate.service.direct_request import MAX_REQUEST, CompleteRequest, DirectRequest
-from tidegate.service.http_protocol import _JoiningTransport
+from tidegate.service.direct.protocol import _JoiningTransport
+from tidegate.service.direct.request import MAX_REQUEST, CompleteRequest, DirectRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 

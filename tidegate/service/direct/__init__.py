@@ -1,0 +1,1 @@
+"""Serves routes from the HTTP protocol, without ASGI's overhead."""
