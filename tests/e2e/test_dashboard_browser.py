@@ -304,6 +304,23 @@ async def test_any_metric_is_found_by_name_and_its_curve_stays_in_the_address(po
         clean(page, url)
 
 
+async def test_a_column_of_the_distributions_leads_to_the_histograms_of_its_step(port: int, url: str) -> None:
+    titles = "[...document.querySelectorAll('.distribution')].map(one => one.dataset.title)"
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/")
+        await page.press("g", "d")
+        await page.until("document.querySelectorAll('[data-title=Reward] .cell').length === 6")
+        assert await page.look(titles) == ["Reward", "Length", "Staleness", "Advantage"]
+        await page.width(420)
+        await page.until("document.querySelector('.distribution > svg').clientWidth < 420")
+        cell = "document.querySelector('[data-title=Reward] [data-step=\"2\"]')"
+        assert "mean 0.6667" in await page.look(f"{cell}.textContent")
+        await page.look(f"{cell}.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))")
+        await page.until("document.querySelector('h1')?.textContent === 'Step 2'")
+        await page.until("document.querySelectorAll('.four [data-title=Reward] .cell').length === 2")
+        clean(page, url)
+
+
 async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, url: str) -> None:
     rows = "[...document.querySelectorAll('main tbody tr a')].map(one => one.textContent)"
     async with chromium.page(port) as page:
@@ -438,6 +455,7 @@ async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
         for place in (
             "",
             "metrics",
+            "distributions",
             "timeline",
             "tasks",
             "episodes",

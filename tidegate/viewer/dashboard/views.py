@@ -17,6 +17,7 @@ from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
+from tidegate.viewer.dashboard.statistics.distributions import distributions
 from tidegate.viewer.dashboard.tasks import tasks
 from tidegate.viewer.dashboard.timeline import timeline
 from tidegate.viewer.formatting import printable
@@ -357,6 +358,6 @@ VIEWS: dict[str, Callable[..., Wire]] = {
     "steps": steps, "step": step, "groups": groups, "group": group, "evaluations": evaluations,
     "compared": compared, "failures": failures, "settings": settings, "episode": one_episode,
     "episodes": episodes, "tasks": tasks, "timeline": timeline, "tokens": more_tokens,
-    "service": service, "notes": notes,
+    "service": service, "notes": notes, "distributions": distributions,
 }  # fmt: skip
 """The views by the last part of their path."""

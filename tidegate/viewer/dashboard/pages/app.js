@@ -1,5 +1,6 @@
 // The frame of the page: which view is shown, what is new in the run, what the keys do.
 import { ago, ask, forgetRequests, h, place, Refusal, whole } from "./dom.js";
+import { distributionsPage } from "./distributions.js";
 import { chosenBy } from "./episodes.js";
 import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
 import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
@@ -25,6 +26,7 @@ function view([first, ...rest]) {
   const [one, two, three, four] = rest;
   if (first === undefined) return () => overviewPage(main, state);
   if (first === "metrics") return () => metricsPage(main);
+  if (first === "distributions") return () => distributionsPage(main);
   if (first === "timeline") return () => timelinePage(main);
   if (first === "tasks") return () => tasksPage(main);
   if (first === "episodes") return () => searchPage(main);
@@ -44,7 +46,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { metrics: "#/metrics", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -124,7 +126,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", m: "#/metrics", i: "#/timeline", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
+const goTo = { o: "#/", m: "#/metrics", d: "#/distributions", i: "#/timeline", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {

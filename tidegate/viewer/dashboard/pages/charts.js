@@ -34,3 +34,26 @@ export function figure(chart) {
   });
   return found;
 }
+
+// Draws a box's drawing at the width that the box has, now and whenever that changes.
+export function fitted(box, draw) {
+  let width = 0;
+  const fit = () => {
+    const style = getComputedStyle(box);
+    const now = Math.floor(box.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
+    if (!(now >= 80) || now === width) return; // NaN before the box is in the page
+    width = now;
+    const old = box.querySelector(":scope > svg");
+    const svg = draw(width);
+    if (old) old.replaceWith(svg);
+    else box.append(svg);
+  };
+  new ResizeObserver(fit).observe(box);
+  return box;
+}
+
+// An element with a text that appears under the pointer.
+export function titled(element, text) {
+  element.append(shape("title", {}, text));
+  return element;
+}

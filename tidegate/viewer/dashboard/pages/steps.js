@@ -1,6 +1,7 @@
 // Steps, the groups of a step, the members of a group.
 import { ask, brief, crumbs, facts, h, link, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
+import { stepHistograms } from "./distributions.js";
 import { promptLine } from "./search.js";
 
 const meter = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(Math.max(0, Math.min(1, share ?? 0))) } }));
@@ -90,18 +91,19 @@ export async function stepPage(main, step) {
   if (found.written) await load(0);
   const chips = Object.entries(groups.counts).map(([name, count]) => h("a", { class: `chip${name === wanted ? " on" : ""}`, href: link(["step", step], { state: name === wanted ? "" : name }), "aria-current": name === wanted ? "true" : null }, `${name} ${whole(count)}`));
   const metrics = found.metrics ?? {};
-  main.replaceChildren(
+  main.replaceChildren(...[
     crumbs([["Steps", "#/steps"], [`Step ${step}`, null]]),
     h("div", { class: "heading" }, h("h1", {}, `Step ${step}`), found.metrics ? h("a", { class: "chip", href: link(["timeline"], { step, span: 1 }) }, "timeline") : null, neighbours(found.before && link(["step", found.before]), found.after && link(["step", found.after]), "step")),
     found.metrics ? stepFacts(metrics) : h("p", { class: "soft" }, "This step's metrics are not written: it is being taken, or the run went back to before it."),
     found.metrics ? allMetrics(metrics) : "",
+    found.written ? [h("h2", {}, "Distributions"), await stepHistograms(step)] : "",
     h("h2", {}, "Groups"),
     h("p", { class: "soft" }, "What was trained on in this step, then what was dropped while its batch was gathered. Filtered: all rewards of the group are alike."),
     h("div", { class: "chips" }, chips),
     found.written
       ? h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, GROUP_HEADS.map(([name, title, right]) => h("th", { title, class: right ? "number" : "", scope: "col" }, name)))), body))
       : h("p", { class: "soft" }, "The episodes of this step were not written."),
-    foot);
+    foot].flat());
   main.dataset.up = "#/steps";
 }
 

@@ -1,5 +1,5 @@
 // What the trainer, the engines, the agents and the groups did during some steps, and who waited for whom.
-import { figure, shape } from "./charts.js";
+import { figure, fitted, shape, titled } from "./charts.js";
 import { ask, brief, facts, h, link, neighbours, number, place, plural, whole } from "./dom.js";
 
 const LEFT = 60;
@@ -12,10 +12,6 @@ const PHASES = { "wait for groups": "waiting", "wait for teacher": "waiting", up
 const toneOf = (version) => (version === null ? "muted" : `r${version % 6}`);
 const toneOfCurve = (name) => (name === "tools" ? "sand" : name === "between calls" ? "ink" : toneOf(Number.isNaN(Number(name.slice(8))) ? null : Number(name.slice(8))));
 const seconds = (value) => `${number(value, value < 10 ? 2 : 1)} s`;
-const titled = (element, text) => {
-  element.append(shape("title", {}, text));
-  return element;
-};
 
 function loadChart(found) {
   const series = found.load.map(({ name, points }) => ({ name, tone: toneOfCurve(name), form: "area", points }));
@@ -84,16 +80,7 @@ function gantt(found) {
     svg.append(...lanes(found, rows, across, 52));
     return svg;
   };
-  let width = 0;
-  const fit = () => {
-    const style = getComputedStyle(box);
-    const now = Math.floor(box.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
-    if (!(now >= 80) || now === width) return;
-    width = now;
-    box.querySelector(":scope > svg")?.remove();
-    box.append(draw(width));
-  };
-  new ResizeObserver(fit).observe(box);
+  fitted(box, draw);
   const hidden = rows.filter(({ lane }) => lane >= MOST_LANES).length + found.omitted;
   return [box, hidden ? h("p", { class: "soft small" }, `${plural(hidden, "episode")} more ran in this time and are not drawn.`) : null];
 }
