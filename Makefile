@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-clients test-sglang test-vllm docs lessons test-docs lint-deploy fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs lessons test-docs lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -49,6 +49,9 @@ test: install    ## the quick suite (under six minutes on two cores)
 
 test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal
+
+test-wheel: install  ## wheel and sdist of a clean clone of HEAD, in an empty environment (minutes; part of test-slow)
+	$(BIN)/python -m pytest -m slow --timeout 900 -s tests/e2e/test_wheel.py
 
 # Environments of the clients' own: what their users have, which need not go together with what is ours.
 CLIENTS := openai2 openai3 frameworks frameworks-openai2 frameworks-openai3 agents-litellm agents-openai2 agents-openai3 \

@@ -11,8 +11,9 @@ WORKDIR /src
 # A layer of its own: it is the largest, and changes rarely.
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY tidegate tidegate
+COPY examples examples
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir '.[train]' && rm -rf /src/build \
     && useradd --create-home --uid 1000 tidegate \

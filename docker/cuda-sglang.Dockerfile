@@ -14,8 +14,9 @@ RUN apt-get update \
 RUN python3 -m venv /opt/sglang \
     && /opt/sglang/bin/pip install --no-cache-dir "sglang==${SGLANG_VERSION}"
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY tidegate tidegate
+COPY examples examples
 RUN python3 -m venv /opt/tidegate \
     && /opt/tidegate/bin/pip install --no-cache-dir '.[train,lora]' && rm -rf /src/build \
     && useradd --create-home --uid 1001 tidegate \

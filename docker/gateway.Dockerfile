@@ -4,8 +4,9 @@
 FROM python:3.11-slim
 
 WORKDIR /src
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY tidegate tidegate
+COPY examples examples
 RUN pip install --no-cache-dir . && rm -rf /src/build \
     && useradd --create-home --uid 1000 tidegate \
     && install -d -o tidegate /journal

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import REPO
 from tidegate.agents.base import load_agent
 from tidegate.cli import main
 from tidegate.config import load_settings
@@ -21,9 +20,9 @@ from tidegate.doctor.states import check_states
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError
 from tidegate.scaffold import init
+from tidegate.scaffold.examples import TINY_BASE, copy_example, examples
 from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
-
-ROOT = REPO
+from tidegate.scaffold.links import absolute_links
 
 
 def test_a_project_has_what_it_says(
@@ -133,29 +132,58 @@ def test_a_place_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_is_small() -> None:
-    assert sum(one.stat().st_size for one in init.TINY_BASE.iterdir()) <= 4_000_000
+    assert sum(one.stat().st_size for one in TINY_BASE.iterdir()) <= 4_000_000
 
 
-@pytest.mark.slow
-def test_the_wheel_brings_the_project_and_the_model(tmp_path: Path) -> None:
-    """An installed package, not a checkout: built, unpacked, run from there."""
-    source = tmp_path / "source"
-    ignore = shutil.ignore_patterns("__pycache__")
-    for folder in ("tidegate", "examples/tiny_base"):
-        shutil.copytree(ROOT / folder, source / folder, symlinks=True, ignore=ignore)
-    for file in ("pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    (source / "README.md").touch()
-    python = [sys.executable, "-m"]
-    build = [*python, "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "w", str(source)]
-    subprocess.run(build, cwd=tmp_path, check=True, timeout=300)
-    (wheel,) = (tmp_path / "w").glob("*.whl")
-    subprocess.run([*python, "zipfile", "-e", str(wheel), "site"], cwd=tmp_path, check=True)
-    site = str(tmp_path / "site")
-    code = (
-        f"import sys; sys.path.insert(0, {site!r}); import tidegate.cli\n"
-        f"assert tidegate.cli.__file__.startswith({site!r})\n"
-        "sys.exit(tidegate.cli.main(['init', 'mine']))"
-    )
-    subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, check=True, timeout=60)
-    assert (tmp_path / "mine" / "model" / "model.safetensors").stat().st_size > 1_000_000
+def test_an_example_brings_the_files_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "shop", "--example", "service"]) == 0
+    assert "train examples/service/config.toml" in capsys.readouterr().out
+    folders = sorted(one.name for one in (tmp_path / "shop/examples").iterdir() if one.is_dir())
+    assert folders == ["service", "service_base"]
+    monkeypatch.chdir("shop")
+    settings = load_settings(Path("examples/service/config.toml"))
+    assert (settings.model.path / "model.safetensors").is_file()
+    load_agent(settings.agent.use, settings.agent.options)
+
+
+@pytest.mark.parametrize("name", examples())
+def test_settings_of_each_example_find_their_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_example(name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for config in Path("examples", name).glob("config*.toml"):
+        model = load_settings(config).model.path
+        assert model.is_dir() or not str(model).startswith("examples/"), config
+
+
+def test_pages_of_a_copied_example_have_no_broken_links(tmp_path: Path) -> None:
+    copy_example("service", tmp_path)
+    for page in tmp_path.rglob("*.md"):
+        links = re.findall(r"\]\(([^)\s#]+)", page.read_text())
+        broken = [one for one in links if "://" not in one and not (page.parent / one).exists()]
+        assert broken == []
+
+
+def test_an_unknown_example_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no example 'tiny_base'; examples: custom_agent, .*demo"):
+        make_project("mine", tmp_path, example="tiny_base")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("markdown", "expected"),
+    [
+        ("[a](docs/a.md#b)", "[a](https://github.com/tidegate/tidegate/blob/v1/docs/a.md#b)"),
+        ("![a](docs/a.png)", "![a](https://github.com/tidegate/tidegate/raw/v1/docs/a.png)"),
+        ("[a [b]](../LICENSE)", "[a [b]](https://github.com/tidegate/tidegate/blob/v1/LICENSE)"),
+        ("[`a`](#b) [c](https://d) [e](mailto:f)", "[`a`](#b) [c](https://d) [e](mailto:f)"),
+        ("```\nx[0](y)\n```\n", "```\nx[0](y)\n```\n"),
+    ],
+)
+def test_links_of_a_page_outside_the_repository(markdown: str, expected: str) -> None:
+    folder = "examples" if "../" in markdown else ""
+    assert absolute_links(markdown, folder, "1") == expected

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def settings_of(words: list[str]) -> Settings:
     """Returns the settings to check: of the named file or `config.toml` here, with the overrides."""
     from tidegate.config import load_settings
-    from tidegate.scaffold.init import TINY_BASE
+    from tidegate.scaffold.examples import TINY_BASE
     from tidegate.settings.sections import split_file
 
     config, overrides = split_file(words)

@@ -33,6 +33,9 @@ def add(subparsers: Subparsers) -> None:
     kind.add_argument(
         "--data", type=Path, metavar="FILE", help="train on the questions of a .jsonl or .parquet file"
     )
+    kind.add_argument(
+        "--example", metavar="NAME", help="an example of the repository with its model, as demo or service"
+    )
     parser.add_argument("--question", metavar="COLUMN", help="column of the questions in --data")
     parser.add_argument("--answer", metavar="COLUMN", help="column of the answers in --data")
     parser.set_defaults(run=run)
@@ -44,6 +47,8 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
     if arguments.data is not None:
         return _with_data(arguments)
+    if arguments.example is not None:
+        return _with_example(arguments)
     for flag in ("question", "answer"):
         if getattr(arguments, flag) is not None:
             raise ConfigError(f"--{flag} names a column of a data file: give the file with --data FILE")
@@ -57,6 +62,26 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         f"  {program()} doctor\n"
         f"  {program()} train config.toml"
     )
+    return 0
+
+
+def _with_example(arguments: argparse.Namespace) -> int:
+    from tidegate.program import program, python
+    from tidegate.scaffold.init import make_project
+
+    example = f"examples/{arguments.example}"
+    project = make_project(arguments.name, Path.cwd(), example=arguments.example)
+    page = project / example / "README.md"
+    configs = sorted((project / example).glob("config*.toml"))
+    print(
+        f"Made {project.name}/{example}, with the files of the repository that it uses.\n\n"
+        "Next:\n"
+        f"  cd {project.name}{_missing(python(), {'torch': PROJECT_NEEDS['torch']})}"
+    )
+    if page.is_file():
+        print(f"  less {example}/README.md")
+    for config in configs[:1]:
+        print(f"  {program()} train {example}/{config.name}")
     return 0
 
 

@@ -9,10 +9,9 @@ import tempfile
 from pathlib import Path
 
 from tidegate.errors import ConfigError
+from tidegate.scaffold.examples import TINY_BASE, copy_example
 
 HERE = Path(__file__).parent
-TINY_BASE = HERE / "tiny_base"
-"""The bundled base model; in a checkout it is a link to `examples/tiny_base/model`."""
 FILES = ("agent.py", "env.py", "config.toml", "test_project.py")
 STATEFUL_FILES = ("env.py", "config.toml", "test_project.py")
 """Files of a project with a stateful environment, whose agent is the built-in `chat`."""
@@ -21,7 +20,9 @@ DATA_FILES: tuple[str, ...] = ("config.toml",)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
-def make_project(name: str, where: Path, stateful: bool = False, sections: str | None = None) -> Path:
+def make_project(
+    name: str, where: Path, stateful: bool = False, sections: str | None = None, example: str | None = None
+) -> Path:
     """Creates the directory `where/name` atomically, with a copy of the base model, so that it can be moved.
 
     Args:
@@ -30,9 +31,11 @@ def make_project(name: str, where: Path, stateful: bool = False, sections: str |
         stateful: Whether its environment has a state and tools.
         sections: Settings `[agent]` and `[env]` of a project that has neither an agent nor an environment
             of its own.
+        example: Name of an example; the directory gets it alone, at its path in the repository.
 
     Raises:
-        ConfigError: The name is invalid, the directory exists, or it cannot be written.
+        ConfigError: There is no such example, the name is invalid, the directory exists, or it cannot be
+            written.
     """
     if _NAME.fullmatch(name) is None:
         raise ConfigError(
@@ -45,7 +48,11 @@ def make_project(name: str, where: Path, stateful: bool = False, sections: str |
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=where) as folder:
             partial = Path(folder, name)
-            _fill(partial, name, stateful, sections)
+            if example is None:
+                _fill(partial, name, stateful, sections)
+            else:
+                partial.mkdir()
+                copy_example(example, partial)
             partial.rename(project)
     except OSError as error:
         raise ConfigError(f"{project} cannot be created: {error.strerror or error}") from error
