@@ -226,6 +226,9 @@ async def test_a_problem_before_and_after(port: int, url: str) -> None:
     async with chromium.page(port) as page:
         await page.open(f"{url}/#/evaluations")
         await page.until("document.querySelector('[data-row]')")
+        cells = "[...document.querySelector('main table').querySelectorAll('.number')]"
+        assert "0.000\n0.000 to 0.561" in await page.look(f"{cells}.map(one => one.innerText)")
+        assert "Wilson score interval" in await page.look("document.querySelector('main > p').textContent")
         await page.press("j", "Enter")
         await page.until("document.querySelectorAll('.member').length === 2")
         heads = await page.look(

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from tidegate.viewer.formatting import printable
 
 SAMPLED, GREEDY = "eval/reward", "eval/reward_greedy"
+SUITE = "suite/"
+"""Beginning of the set of a suite's episodes."""
 
 
 def held_out_names(keys: Iterable[str]) -> dict[str, str]:
@@ -26,6 +28,13 @@ def _name(key: str) -> str | None:
     if key.startswith("eval/") and key.endswith("/reward") and key.count("/") == 2:
         return f"suite {_words(key.split('/')[1])}"
     return None
+
+
+def held_out_key(eval_set: str, mode: str) -> str:
+    """Returns the metric of the reward of an evaluation's episodes, as the evaluator names it."""
+    if eval_set.startswith(SUITE):
+        return f"eval/{eval_set.removeprefix(SUITE)}/reward"
+    return SAMPLED + (f"_{eval_set}" if eval_set else "") + ("_greedy" if mode == "greedy" else "")
 
 
 def _words(name: str) -> str:

@@ -227,6 +227,7 @@ def _result_rows(path: Path) -> Iterator[dict[str, Any]]:
             "tasks": known(numbers.get("tasks")),
             "failed": known(numbers.get("failed")),
             "reward": _interval(numbers.get("reward")),
+            "method": printable(as_mapping(numbers.get("reward")).get("method") or ""),
             "pass": {printable(k): _interval(value) for k, value in as_mapping(numbers.get("pass")).items()},
         }
 

@@ -6,11 +6,21 @@ import json
 from pathlib import Path
 
 from tests.unit.viewer.viewer_run import write_run
-from tidegate.viewer.held_out import episodes_key, held_out_names
+from tidegate.trainer.rollout import evaluator
+from tidegate.viewer import held_out
+from tidegate.viewer.held_out import episodes_key, held_out_key, held_out_names
 from tidegate.viewer.plots import reward_chart
 from tidegate.viewer.report import scores
 from tidegate.viewer.run_files import read_run
 from tidegate.viewer.summary import scores_of
+
+
+def test_episodes_belong_to_the_metric_that_the_evaluator_writes() -> None:
+    assert held_out.SUITE == evaluator.SUITE
+    kinds = [("", "sampled"), ("", "greedy"), ("hard", "sampled"), ("suite/zebra", "greedy")]
+    assert [held_out_key(name, mode) for name, mode in kinds] == [
+        "eval/reward", "eval/reward_greedy", "eval/reward_hard", "eval/zebra/reward",
+    ]  # fmt: skip
 
 
 def test_names_and_their_order() -> None:

@@ -65,7 +65,7 @@ class FollowedRun:
         self.committed = 0
         self._looked = 0.0
         self.lock = threading.RLock()
-        self._cache: dict[str, tuple[Stamp, Any]] = {}
+        self._cache: dict[str, tuple[object, Any]] = {}
         self._read_settings()
 
     def _read_settings(self) -> None:
@@ -130,10 +130,14 @@ class FollowedRun:
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, cached under `name` until a file changes."""
         with self.lock:
-            stamp = self.refresh()
+            return self.kept(name, self.refresh(), make)
+
+    def kept(self, name: str, key: object, make: Callable[[], Any]) -> Any:
+        """Returns the result of `make`, cached under `name` while `key` is equal."""
+        with self.lock:
             entry = self._cache.get(name)
-            if entry is None or entry[0] != stamp:
-                entry = self._cache[name] = (stamp, make())
+            if entry is None or entry[0] != key:
+                entry = self._cache[name] = (key, make())
             return entry[1]
 
     def counts(self) -> LedgerCounts | None:

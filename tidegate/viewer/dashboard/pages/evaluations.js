@@ -12,6 +12,19 @@ function choiceOf(found, query) {
   return { before: known("before", written[0]), after: known("after", written.at(-1)), set: kind?.set ?? "", mode: kind?.mode ?? "sampled" };
 }
 
+function scoreCell(one, key) {
+  const found = one.intervals[key];
+  return h("td", { class: "number" }, number(one.scores[key] ?? found?.mean, 3),
+    found ? h("small", { class: "soft interval", title: `${found.method}, ${plural(found.tasks, "episode")}` }, `${number(found.low, 3)} to ${number(found.high, 3)}`) : null);
+}
+
+// The names of the intervals that the tables show.
+function methods(found) {
+  const own = found.evaluations.flatMap((one) => Object.values(one.intervals).map(({ method }) => method));
+  const names = [...new Set([...own, ...found.results.map((one) => one.method)].filter(Boolean))];
+  return names.length ? h("p", { class: "soft" }, `Below each score is its 95% interval over the held-out episodes: ${names.join(" or ")}. It covers the choice of the episodes, not a new training run.`) : null;
+}
+
 function scoresTable(found, choice) {
   const keys = Object.keys(found.names);
   const pick = (step, which, written) => h("td", { class: "number" }, written
@@ -20,10 +33,10 @@ function scoresTable(found, choice) {
     } }) : "");
   return h("table", { class: "list fit" },
     h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "step"), keys.map((key) => h("th", { class: "number", scope: "col" }, found.names[key])), h("th", { class: "number", scope: "col" }, "before"), h("th", { class: "number", scope: "col" }, "after"))),
-    h("tbody", {}, found.evaluations.map((one) => h("tr", {}, h("th", { scope: "row" }, whole(one.step)), keys.map((key) => h("td", { class: "number" }, number(one.scores[key], 3))), pick(one.step, "before", one.written), pick(one.step, "after", one.written)))));
+    h("tbody", {}, found.evaluations.map((one) => h("tr", {}, h("th", { scope: "row" }, whole(one.step)), keys.map((key) => scoreCell(one, key)), pick(one.step, "before", one.written), pick(one.step, "after", one.written)))));
 }
 
-const between = ([mean, low, high]) => (mean === null ? "" : `${number(mean, 3)} [${number(low, 3)}, ${number(high, 3)}]`);
+const between = ([mean, low, high]) => (mean === null ? "" : [number(mean, 3), low === null ? null : h("small", { class: "soft interval" }, `${number(low, 3)} to ${number(high, 3)}`)]);
 
 function resultsTable(results) {
   const ks = [...new Set(results.flatMap((one) => Object.keys(one.pass)))].sort((a, b) => a - b);
@@ -72,7 +85,7 @@ export async function evaluationsPage(main) {
   };
   const page = await load(0);
   main.replaceChildren(
-    title,
+    title, methods(found) ?? "",
     h("div", { class: "card wide" }, scoresTable(found, choice)), ...results,
     h("h2", {}, `Problems: step ${choice.before} against step ${choice.after}`), kinds,
     h("p", { class: "soft" }, `${whole(page.better)} scored higher after, ${whole(page.same)} the same, ${whole(page.worse)} lower. Those that gained most come first.`),
