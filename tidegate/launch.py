@@ -16,6 +16,7 @@ from tidegate.config import Settings
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
+from tidegate.program import advise_extra
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -68,7 +69,7 @@ def _driver() -> Callable[..., int]:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise StartError("--cluster needs Ray, on every node: pip install 'tidegate[ray]'") from None
+        raise StartError(f"--cluster needs Ray, on every node: {advise_extra('ray')}") from None
     return drive
 
 

@@ -443,7 +443,7 @@ async def test_charts_are_drawn_at_their_width_with_titles_of_the_axes(port: int
         titles = (
             "[...document.querySelectorAll('[data-title=Staleness] text.title')].map(one => one.textContent)"
         )
-        assert await page.look(titles) == ["policy versions", "optimiser step"]
+        assert await page.look(titles) == ["policy versions", "step"]
         await page.width(400)
         await page.until(f"{widest} < 400")
         assert await page.look(f"{scales}.every(one => Math.abs(one - 1) < 0.01)")

@@ -15,6 +15,7 @@ from tests.documented import documented, unexplained
 from tests.e2e.nosy import check_secrecy, nosy
 from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
 from tests.unprivileged import unprivileged
+from tidegate.program import advise_extra
 from tidegate.trainer.ledger.ledger import read_ledger
 
 
@@ -212,7 +213,7 @@ def test_without_torch_one_sentence_says_what_to_install(tmp_path: Path) -> None
     (tmp_path / "ledger.jsonl").touch()
     engine = ["engine", "--model.path=examples/tiny_base/model"]
     commands = [["train", DEMO, f"--run.dir={tmp_path}"], engine, ["replay", str(tmp_path)]]
-    needs = "needs torch, which is not installed: pip install 'tidegate[train]'"
+    needs = f"needs torch, which is not installed: {advise_extra('train')}"
     for command, result in zip(commands, tidegates(*commands), strict=True):
         assert result == (3, f"tidegate: `tidegate {command[0]}` {needs}\n")
 

@@ -178,7 +178,7 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],
             'engine.max_slots is for engine.kind = "embedded"',
         ),
-        ([*MODEL, "--trainer.minibatches", "2"], "use loss = 'decoupled_ppo'"),
+        ([*MODEL, "--trainer.minibatches", "2"], "set trainer.loss.name = 'decoupled_ppo'"),
         ([*MODEL, *DECOUPLED, "--trainer.on_policy", "true"], "set minibatches to 1"),
         ([*MODEL, *DECOUPLED, "--trainer.groups_per_batch", "1"], "groups are not split"),
         ([*MODEL, "--trainer.streaming", "true"], "set trainer.minibatches to 2 or more"),

@@ -52,7 +52,8 @@ def test_the_suggested_commands_can_be_run(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main(["init", "bare"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()[-5:]]
-    assert lines[1] == f"{sys.executable} -m pip install 'tidegate[train]'"
+    source = "'tidegate[train] @ git+https://github.com/tidegate/tidegate'"
+    assert lines[1] == f"{sys.executable} -m pip install {source}"
     monkeypatch.delitem(sys.modules, "torch")
     subprocess.run(f"{lines[0]} && {lines[2]} -q", shell=True, check=True, timeout=300)
     assert lines[3].endswith(" doctor")

@@ -35,6 +35,7 @@ from tidegate.cli import (
 )
 from tidegate.cli.commands import CommandParser, list_settings
 from tidegate.errors import STOPPED, StartError, TidegateError
+from tidegate.program import advise_extra
 
 COMMANDS = (
     init,
@@ -102,12 +103,10 @@ def _use_own_plot_backend() -> None:
 
 
 def _extra(error: ModuleNotFoundError) -> str | None:
-    """Returns the command that installs a missing module; None if it is not an optional one."""
+    """Returns how to install a missing module; None if it is not an optional one."""
     module = (error.name or "").partition(".")[0]
     extra = EXTRAS.get(module)
-    return (
-        None if extra is None else f"needs {module}, which is not installed: pip install 'tidegate[{extra}]'"
-    )
+    return None if extra is None else f"needs {module}, which is not installed: {advise_extra(extra)}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers
 from tidegate.errors import ConfigError
+from tidegate.program import extra_requirement
 
 if TYPE_CHECKING:
     from tidegate.envs.datasets.columns import DataFile
 
-PROJECT_NEEDS = {"torch": "'tidegate[train]'", "pytest": "pytest"}
+PROJECT_NEEDS = {"torch": extra_requirement("train"), "pytest": "pytest"}
 """Module → what to install, of a project with a test."""
 
 
@@ -96,9 +97,9 @@ def _with_data(arguments: argparse.Namespace) -> int:
     agent = "chat" if reward == "exact_match" else "solver"
     sections = {"agent": {"use": agent}, "env": {"use": "dataset", "options": data.options}}
     project = make_project(arguments.name, Path.cwd(), sections=to_toml(sections))
-    needed = {"torch": "'tidegate[train]'"}
+    needed = {"torch": PROJECT_NEEDS["torch"]}
     if reward == "math_verify":
-        needed["math_verify"] = "'tidegate[math]'"
+        needed["math_verify"] = extra_requirement("math")
     print(
         f"Made {project.name}/: config.toml and a base model.\n\n{_described(data, agent)}\n\n"
         "Next:\n"

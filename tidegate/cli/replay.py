@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tidegate.trainer.replay import Replayed
 
 DESCRIPTION = """\
-Repeat a run's optimiser steps from its recorded trajectories, without engines. With unchanged settings
+Repeat a run's steps from its recorded trajectories, without engines. With unchanged settings
 every loss and every parameter must be bit-identical; otherwise the exit status is 1. With
 --section.key value the same batches are trained on with other trainer settings.
 """

@@ -28,7 +28,7 @@ class TrainedGroup:
 
     Attributes:
         group: Name of the group.
-        step: Optimiser step that trained on it.
+        step: The step, with one batch, that trained on it.
     """
 
     group: str

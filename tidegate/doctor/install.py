@@ -12,6 +12,7 @@ from tidegate import __version__
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, note, ok, warning
 from tidegate.errors import StartError
+from tidegate.program import advise_extra
 from tidegate.service.serve import Listen, bind
 
 OLDEST_PYTHON = (3, 11)
@@ -70,7 +71,7 @@ def _torch(settings: Settings) -> Finding:
         return ok("install", f"torch {metadata.version('torch')}")
     except metadata.PackageNotFoundError:
         pass
-    fix = "pip install 'tidegate[train]'"
+    fix = advise_extra("train")
     if settings.engine.urls:
         return warning("install", "no_torch", "torch is not installed: this machine cannot train", fix)
     text = "torch is not installed: neither the embedded engine nor training can start"

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError
+from tidegate.program import advise_extra
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -115,7 +116,7 @@ def _load(name: str, device: str, dtype: Dtype) -> SentenceTransformer:
         from sentence_transformers import SentenceTransformer
     except ImportError:
         raise ConfigError(
-            f"the encoder {name!r} needs sentence-transformers: pip install 'tidegate[rag]'"
+            f"the encoder {name!r} needs sentence-transformers: {advise_extra('rag')}"
         ) from None
     try:
         # Without a dtype the model would have that of its file, and half precision is slow on CPUs.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidegate.errors import StartError
+from tidegate.program import advise_extra
 
 EXPORT_S = 5
 """Time limit of one export, and of the last one when a process ends."""
@@ -22,7 +23,7 @@ def check_tracing(setting: str) -> None:
             found = None
         if found is None:
             raise StartError(
-                f"{setting} needs {package}, which is not installed: pip install 'tidegate[opentelemetry]'"
+                f"{setting} needs {package}, which is not installed: {advise_extra('opentelemetry')}"
             )
 
 

@@ -292,9 +292,9 @@ class TrainerSettings(SettingsSection):
         self._check_streaming()
         if self.minibatches > 1 and not self.loss.several_steps and not self.streaming:
             raise ValueError(
-                f"minibatches = {self.minibatches} with loss = {self.loss.name!r}: with more than one step "
-                "per batch, π/μ mixes staleness with the updates already taken; use loss = "
-                f"{SEVERAL_STEPS[0]!r}, which recomputes π_old when the batch is assembled"
+                f"minibatches = {self.minibatches} with trainer.loss.name = {self.loss.name!r}: with more "
+                "than one optimiser step per batch, π/μ mixes staleness with the updates already taken; "
+                f"set trainer.loss.name = {SEVERAL_STEPS[0]!r}, which recomputes π_old for each batch"
             )
         if self.ess_scaling and self.minibatches > 1 and not self.streaming:
             raise ValueError(

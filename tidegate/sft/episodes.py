@@ -13,6 +13,7 @@ from tidegate.errors import ConfigError
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.loading import did_you_mean
+from tidegate.program import advise_extra
 from tidegate.settings.sft import SFTSettings
 from tidegate.sft.chats import reply_ids
 from tidegate.sft.demonstration import Demonstration, demonstration
@@ -107,7 +108,7 @@ def _table(path: Path) -> Iterator[list[_Candidate]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise ConfigError(f"reading {path} needs pyarrow: pip install 'tidegate[data]'") from None
+        raise ConfigError(f"reading {path} needs pyarrow: {advise_extra('data')}") from None
     try:
         file = parquet.ParquetFile(path)
         if missing := [name for name in COLUMNS if name not in file.schema_arrow.names]:

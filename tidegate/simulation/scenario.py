@@ -93,7 +93,7 @@ class AgentModel(SettingsSection):
 
 
 class TrainerModel(SettingsSection):
-    """Optimiser steps, and the publish that follows."""
+    """Steps of the trainer, and the publish that follows."""
 
     count: Count = 1
     """Accelerators, which share a step's tokens."""
@@ -129,7 +129,7 @@ class RuleModel(SettingsSection):
 
 
 class Scenario(SettingsSection):
-    """A complete scenario of `steps` optimiser steps; the figures omit the first tenth."""
+    """A complete scenario of `steps` steps; the figures omit the first tenth."""
 
     renamed: ClassVar[Mapping[str, str]] = {"scenario": "a file's name alone", "keys": "settings"}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.errors import ConfigError
+from tidegate.program import advise_extra
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import Scenario
 from tidegate.simulation.world import SimulatedRun
@@ -74,7 +75,7 @@ def table(cells: Sequence[Cell]) -> str:
 def check_plot(path: Path) -> None:
     """Raises ConfigError if a plot cannot be written to the path."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'tidegate[train]'")
+        raise ConfigError(f"--plot needs matplotlib: {advise_extra('train')}")
     if path.suffix.lower() not in PICTURES:
         raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(PICTURES)}")
     if not path.absolute().parent.is_dir():

@@ -20,7 +20,7 @@ Form = Literal["line", "thin", "dash", "dots", "dashdots", "area"]
 
 MOST_POINTS = 300
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 24, 40
-STEP = "optimiser step"
+STEP = "step"
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ STYLES: dict[Form, dict[str, Any]] = {
 
 
 def _label(axes: Any, run: RunFiles) -> None:
-    axes.set_xlabel("optimiser step")
+    axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     axes.set_title(_title(run), loc="left", fontsize=12, weight="bold", color=COLORS["ink"])
     axes.grid(axis="y", color="#e5e8eb", linewidth=0.8)

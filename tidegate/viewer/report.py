@@ -182,7 +182,7 @@ def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
         once = f"at step {score.step}" if score.before is None else ""
         yield Tile(score.name.capitalize(), f"{before}{number(score.after)}", once)
     of = f"of {run.planned}" if run.planned else ""
-    yield Tile("Optimiser steps", number(run.last("step") or 0, 0), of)
+    yield Tile("Steps", number(run.last("step") or 0, 0), of)
     seconds = run.seconds(counts.starts if counts is not None else ())
     if seconds is not None:
         yield Tile("Training time", duration(seconds))

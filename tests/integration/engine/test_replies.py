@@ -190,7 +190,7 @@ async def test_without_llguidance_a_grammar_is_refused_with_what_to_install(
     status, reply = await client.post("/generate", body)
     assert status == 400
     assert "sampling_params.regex" in reply["error"]["message"]
-    assert "pip install 'tidegate[grammar]'" in reply["error"]["message"]
+    assert "install Tidegate's extra 'grammar'" in reply["error"]["message"]
     assert len((await client.generate([1], max_new_tokens=3, ignore_eos=True))["output_ids"]) == 3
 
 

@@ -14,6 +14,7 @@ from tests import REPO
 from tidegate.envs.adapters.library import require, run_apart, task_seed
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError
+from tidegate.program import advise_extra
 
 EXTRAS = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -29,7 +30,7 @@ def test_a_missing_library_is_named_with_its_extra(library: str) -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     extra = library.replace("_", "-")
-    how = f"run pip install 'tidegate[{extra}]'" if extra in EXTRAS else "docs/adapters.md describes how to"
+    how = advise_extra(extra) if extra in EXTRAS else "docs/adapters.md describes how to"
     assert said == f"the library {library!r} is not installed; {how}\n"
     assert (extra in EXTRAS) == (library != "verifiers")
 

@@ -235,7 +235,7 @@ def test_parquet_without_pyarrow_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "d.parquet").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"pip install 'tidegate\[data\]'"):
+    with pytest.raises(ConfigError, match=r"install Tidegate's extra 'data'"):
         Dataset(str(tmp_path / "d.parquet"))
 
 

@@ -124,7 +124,7 @@ def test_a_missing_split_is_named(data: Path) -> None:
 
 def test_a_hub_id_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tidegate\[data\]'"):
+    with pytest.raises(ConfigError, match=r"install Tidegate's extra 'data'"):
         GSM8K()
 
 
@@ -275,5 +275,5 @@ def test_a_process_that_exited_is_replaced(judge: Verifier) -> None:
 
 def test_math_verify_is_an_option_that_must_be_installed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifier.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs math-verify.*pip install 'tidegate\[math\]'"):
+    with pytest.raises(ConfigError, match=r"needs math-verify.*install Tidegate's extra 'math'"):
         GSM8K(str(data), "math_verify")

@@ -1,6 +1,6 @@
 """Grammar-constrained replies: llguidance computes the ids that are allowed at every token.
 
-llguidance is a small compiled package without dependencies (`pip install 'tidegate[grammar]'`). Without it,
+llguidance is a small compiled package without dependencies (the extra `grammar`). Without it,
 requests with a grammar are refused.
 """
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tidegate.engine.requests.params import GrammarSource
 from tidegate.engine.validation import RequestError
+from tidegate.program import advise_extra
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,16}"}
 """Allows indentation; without a bound a reply could be endless white space."""
@@ -72,7 +73,7 @@ class Grammars:
             from llguidance import LLMatcher, grammar_from
         except ImportError:
             raise RequestError(
-                f"{name} needs the package llguidance on the engine's host: pip install 'tidegate[grammar]'"
+                f"{name} needs the package llguidance on the engine's host: {advise_extra('grammar')}"
             ) from None
         try:
             if source.kind == "json_schema":

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from tidegate.errors import ConfigError
+from tidegate.program import advise_extra
 
 Result = TypeVar("Result")
 
@@ -31,7 +32,7 @@ def require(module: str, extra: str | None = None) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name == library:
-            how = f"run pip install 'tidegate[{extra}]'" if extra else "docs/adapters.md describes how to"
+            how = advise_extra(extra) if extra else "docs/adapters.md describes how to"
             raise ConfigError(f"the library {library!r} is not installed; {how}") from None
         raise ConfigError(f"the library {library!r} cannot be imported: {error}") from error
     except Exception as error:

@@ -14,6 +14,7 @@ from tidegate.envs.grading.math_verify import require_math_verify
 from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
+from tidegate.program import advise_extra
 from tidegate.types import Task
 
 MODES = {
@@ -100,7 +101,7 @@ def _from_hub(dataset_id: str) -> dict[str, list[DataRow]]:
     except ImportError:
         raise ConfigError(
             f"gsm8k: path = {dataset_id!r} is not a directory, and reading it from the hub needs the "
-            "library datasets: pip install 'tidegate[data]', or name a directory with train.jsonl and "
+            f"library datasets: {advise_extra('data')}, or name a directory with train.jsonl and "
             "test.jsonl"
         ) from None
     try:

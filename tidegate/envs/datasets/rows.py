@@ -11,6 +11,7 @@ from typing import Any
 
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
+from tidegate.program import advise_extra
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ def _parquet(path: Path) -> Iterator[DataRow]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ConfigError(
-            f"{path}: reading parquet needs pyarrow: pip install 'tidegate[data]', or convert it to JSONL"
+            f"{path}: reading parquet needs pyarrow: {advise_extra('data')}, or convert it to JSONL"
         ) from None
     try:
         table = parquet.read_table(path).to_pylist()

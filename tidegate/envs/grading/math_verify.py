@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.errors import ConfigError, RewardError
+from tidegate.program import advise_extra
 from tidegate.service.parent_death import continue_at_parent_exit
 
 LIMIT_S = 10.0
@@ -43,7 +44,7 @@ class MathVerdict:
 def require_math_verify(what: str) -> None:
     """Raises ConfigError, which names the user `what`, if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(f"{what} needs math-verify, which is not installed: pip install 'tidegate[math]'")
+        raise ConfigError(f"{what} needs math-verify, which is not installed: {advise_extra('math')}")
 
 
 def verify(output: str, answer: str) -> MathVerdict:

@@ -13,6 +13,7 @@ from typing import IO, Any
 import orjson
 
 from tidegate.errors import ConfigError
+from tidegate.program import advise_extra
 from tidegate.rag.corpus.corpus import Document
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -178,7 +179,7 @@ def _open_parquet(path: Path) -> Iterator[Any]:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ConfigError(
-            f"{path}: reading parquet needs pyarrow: pip install 'tidegate[rag]', or convert it to JSONL"
+            f"{path}: reading parquet needs pyarrow: {advise_extra('rag')}, or convert it to JSONL"
         ) from None
     try:
         with parquet.ParquetFile(path) as file:

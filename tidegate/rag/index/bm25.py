@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
 from tidegate.failpoints import reach
+from tidegate.program import advise_extra
 from tidegate.progress import OnProgress
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.encoders import STOP_WORDS, words
@@ -133,5 +134,5 @@ def require_bm25s() -> ModuleType:
     try:
         import bm25s
     except ImportError:
-        raise ConfigError("BM25 needs bm25s: pip install 'tidegate[rag]'") from None
+        raise ConfigError(f"BM25 needs bm25s: {advise_extra('rag')}") from None
     return bm25s  # type: ignore[no-any-return]

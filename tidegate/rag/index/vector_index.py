@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.program import advise_extra
 from tidegate.progress import Progress
 from tidegate.rag.files import replace_file
 from tidegate.rag.index.index_types import IndexKind, factory, training_rows
@@ -145,5 +146,5 @@ def require_faiss() -> ModuleType:
     try:
         import faiss
     except ImportError:
-        raise ConfigError("a vector index needs FAISS: pip install 'tidegate[rag]'") from None
+        raise ConfigError(f"a vector index needs FAISS: {advise_extra('rag')}") from None
     return faiss

@@ -337,7 +337,7 @@ class Admission:
         return BatchSelection(self.version, chosen, staleness)
 
     def step(self, selection: BatchSelection, step: int) -> None:
-        """Record an optimiser step on the batch; its groups make room at the next publish."""
+        """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
         self.curriculum.step = step
         self.streaks.filtered = 0
         self._outstanding.step(selection, step)

@@ -9,6 +9,7 @@ from functools import partial
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
+from tidegate.program import advise_extra
 from tidegate.service.tracing import check_tracing
 from tidegate.trainer.loggers.background import BackgroundLogger, Logger
 
@@ -19,9 +20,7 @@ def check_loggers(settings: Settings) -> None:
         if name == "opentelemetry":
             check_tracing("run.loggers")
         elif importlib.util.find_spec(name) is None:
-            raise StartError(
-                f"run.loggers names {name!r}, which is not installed: pip install 'tidegate[{name}]'"
-            )
+            raise StartError(f"run.loggers names {name!r}, which is not installed: {advise_extra(name)}")
 
 
 def make_loggers(settings: Settings, report: Callable[[str], None]) -> list[BackgroundLogger]:

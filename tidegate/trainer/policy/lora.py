@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tidegate.config import LoRASettings
 from tidegate.errors import StartError
+from tidegate.program import advise_extra
 
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 """peft's names for the wrapped layer and for the matrices A (down to the rank) and B (up again)."""
@@ -39,7 +40,7 @@ class Adapter:
         try:
             import peft
         except ImportError as error:
-            raise StartError(f"trainer.lora.rank needs peft ({error}): install tidegate[lora]") from error
+            raise StartError(f"trainer.lora.rank needs peft ({error}): {advise_extra('lora')}") from error
         config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,

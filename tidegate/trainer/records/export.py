@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from tidegate.errors import ConfigError, StorageError
+from tidegate.program import advise_extra
 from tidegate.trainer.batch.rows import TrainSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
@@ -99,7 +100,7 @@ def write_parquet(run_dir: Path, out: Path) -> int:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
-        raise ConfigError("writing parquet needs pyarrow: pip install 'tidegate[data]'") from None
+        raise ConfigError(f"writing parquet needs pyarrow: {advise_extra('data')}") from None
     schema = _schema(pa)
     written = 0
     files = step_files(run_dir)

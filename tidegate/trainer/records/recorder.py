@@ -33,7 +33,7 @@ class Recorder:
     version: Callable[[], int]
     judge: JudgeRecord = field(default_factory=JudgeRecord)
     _steps_at: dict[int, int] = field(default_factory=dict)
-    """Version → number of optimiser steps in its weights."""
+    """Version → number of steps in its weights."""
     _previous: dict[str, float] = field(init=False)
     """The snapshot of the previous line."""
 
@@ -83,7 +83,7 @@ class Recorder:
         }
 
     def _ages_in_steps(self, selection: BatchSelection, taken: int) -> list[int]:
-        """Return each group's staleness in optimiser steps, for a batch assembled after `taken` steps.
+        """Return each group's staleness in steps, for a batch assembled after `taken` steps.
 
         Groups from before a resume are left out, as the steps of their versions are unknown.
         """

@@ -1,4 +1,4 @@
-"""Curves of any metric, over optimiser steps, sampled tokens or hours, for one run or several."""
+"""Curves of any metric, over steps, sampled tokens or hours, for one run or several."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.observer import Silent
 from tidegate.plan.dry_run import describe
+from tidegate.program import advise_extra
 from tidegate.trainer.cluster.environment import (
     GLOO_INTERFACE,
     ActorContext,
@@ -157,5 +158,5 @@ def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ
     )
     assert done.returncode == StartError.exit_code
-    assert done.stderr == "tidegate: --cluster needs Ray, on every node: pip install 'tidegate[ray]'\n"
+    assert done.stderr == f"tidegate: --cluster needs Ray, on every node: {advise_extra('ray')}\n"
     assert list(tmp_path.iterdir()) == []

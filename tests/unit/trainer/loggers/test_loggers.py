@@ -261,5 +261,5 @@ def test_a_logger_that_is_not_installed_is_named_before_anything_starts(
     found: Callable[[str], object] = {"tensorboard": object()}.get
     monkeypatch.setattr(importlib.util, "find_spec", found)
     check_loggers(settings_of(tmp_path, "tensorboard"))
-    with pytest.raises(StartError, match=r"pip install 'tidegate\[wandb\]'"):
+    with pytest.raises(StartError, match=r"install Tidegate's extra 'wandb'"):
         check_loggers(settings_of(tmp_path, "tensorboard", "wandb"))
