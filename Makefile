@@ -121,7 +121,8 @@ $(LESSONS)/.installed: requirements/docs-lessons.txt | install
 		> $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/tidegate.pth
 	@touch $@
 
-test-docs: install $(LESSONS)/.installed  ## every lesson of docs/lessons, executed (minutes)
+test-docs: install $(LESSONS)/.installed  ## every lesson executed, and the cheap commands of all pages (minutes)
+	@$(BIN)/python -m docs.commands
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run
 
 lessons: install $(LESSONS)/.installed  ## execute the lessons, and write their outputs, plots and notebooks
