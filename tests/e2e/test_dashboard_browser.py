@@ -15,6 +15,7 @@ from tests.e2e import chromium
 from tests.e2e.chromium import Page
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run, write_step
 from tests.unit.viewer.service_run import write_service_run
+from tests.unit.viewer.test_processes import write_load
 from tests.unit.viewer.test_timeline import write_timed_run
 from tests.unit.viewer.viewer_run import write_run
 from tests.waiting import announced
@@ -324,6 +325,26 @@ async def test_a_column_of_the_distributions_leads_to_the_histograms_of_its_step
         clean(page, url)
 
 
+async def test_the_load_of_processes_leads_to_their_logs(port: int, tmp_path: Path) -> None:
+    run_dir = write_dashboard_run(tmp_path / "run").dir
+    write_load(run_dir)
+    with viewed(run_dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/")
+            await page.press("g", "p")
+            await page.until("document.querySelectorAll('figure > svg').length === 2")
+            rows = "[...document.querySelectorAll('main tbody tr')].map(one => one.innerText)"
+            assert (await page.look(rows))[0] == "trainer\t0.50\t1.25\t1.50\t1 GB\t2 GB\t1\t–"
+            await page.width(420)
+            assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0
+            await page.press("j", "Enter")
+            await page.until("document.querySelector('h1')?.textContent === 'Log of engine'")
+            await page.until("document.querySelector('pre.log').textContent.startsWith('line 0')")
+            assert EVIL in await page.look("document.querySelector('pre.log').textContent")
+            assert await page.look("window.pwned === undefined")
+            clean(page, url)
+
+
 async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, url: str) -> None:
     rows = "[...document.querySelectorAll('main tbody tr a')].map(one => one.textContent)"
     async with chromium.page(port) as page:
@@ -467,6 +488,7 @@ async def test_it_fits_narrow_windows(port: int, url: str, width: int) -> None:
             group,
             f"{group}/episode/1",
             "failures",
+            "processes",
             "settings",
             "evaluations",
         ):

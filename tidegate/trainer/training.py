@@ -39,6 +39,7 @@ from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.judge import JudgeRecord
 from tidegate.trainer.records.lift_requests import lift_requested
+from tidegate.trainer.records.load import LoadLog
 from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -176,6 +177,7 @@ class Training:
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
+        supervisor.watch(LoadLog(self.dir).watch(), "load")
         supervisor.watch(every(STATE_S, self._lift_requested), "lifts")
 
     async def run(self, supervisor: TaskSupervisor) -> None:

@@ -13,6 +13,8 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from tidegate.viewer.dashboard import curves, episode
+from tidegate.viewer.dashboard.processes.load import processes
+from tidegate.viewer.dashboard.processes.logs import log_tail
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.search import episodes
@@ -270,5 +272,6 @@ VIEWS: dict[str, Callable[..., Wire]] = {
     "compared": compared, "failures": failures, "settings": settings, "episode": one_episode,
     "episodes": episodes, "tasks": tasks, "timeline": timeline, "tokens": more_tokens,
     "service": service, "notes": notes, "distributions": distributions,
+    "processes": processes, "log": log_tail,
 }  # fmt: skip
 """The views by the last part of their path."""

@@ -5,6 +5,7 @@ import { chosenBy } from "./episodes.js";
 import { evalEpisodePage, evaluationsPage, taskPage } from "./evaluations.js";
 import { failedPage, failuresPage, overviewPage, settingsPage } from "./overview.js";
 import { searchPage } from "./search.js";
+import { logPage, processesPage } from "./processes.js";
 import { servicePage } from "./service.js";
 import { metricsPage } from "./metrics.js";
 import { groupPage, memberPage, stepPage, stepsPage } from "./steps.js";
@@ -27,6 +28,7 @@ function view([first, ...rest]) {
   if (first === undefined) return () => overviewPage(main, state);
   if (first === "metrics") return () => metricsPage(main);
   if (first === "distributions") return () => distributionsPage(main);
+  if (first === "processes") return one === "log" ? () => logPage(main, two ?? "") : () => processesPage(main);
   if (first === "timeline") return () => timelinePage(main);
   if (first === "tasks") return () => tasksPage(main);
   if (first === "episodes") return () => searchPage(main);
@@ -46,7 +48,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three);
 }
 
-const PAGES = { metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { processes: "#/processes", metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;
@@ -126,7 +128,7 @@ function toTokens() {
 }
 
 const follow = (which) => main.querySelector(`[data-go="${which}"]`)?.click();
-const goTo = { o: "#/", m: "#/metrics", d: "#/distributions", i: "#/timeline", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
+const goTo = { o: "#/", m: "#/metrics", d: "#/distributions", p: "#/processes", i: "#/timeline", t: "#/tasks", a: "#/episodes", s: "#/steps", e: "#/evaluations", f: "#/failures", v: "#/service", c: "#/settings" };
 let going = 0;
 
 function colourBy(index) {

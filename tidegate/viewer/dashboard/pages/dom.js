@@ -53,6 +53,11 @@ export function brief(value) {
   return text.replaceAll("-", "−");
 }
 
+export function bytes(value) {
+  const [size, unit] = [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]].find(([one]) => value >= one) ?? [1, "bytes"];
+  return `${brief(Number((value / size).toPrecision(3)))} ${unit}`;
+}
+
 export const signed = (value, digits = 3) =>
   value === null || value === undefined ? "–" : `${value > 0 ? "+" : value < 0 ? "−" : ""}${number(Math.abs(value), digits)}`;
 
