@@ -345,6 +345,21 @@ async def test_the_load_of_processes_leads_to_their_logs(port: int, tmp_path: Pa
             clean(page, url)
 
 
+async def test_a_group_tells_why_it_was_not_trained_on(port: int, url: str) -> None:
+    why = "document.querySelector('.why-dropped')?.textContent"
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/1/group/g1-alike")
+        await page.until(why)
+        assert (await page.look(why)).startswith("All 2 rewards are 1.000: ")
+        await page.open(f"{url}/#/step/1/group/g1-old")
+        await page.until(f"{why}?.includes('trainer.max_staleness')")
+        assert "more than the bound of 2" in await page.look(why)
+        assert "; g2-good replaced it." in await page.look(why)
+        await page.open(f"{url}/#/step/1/group/g1-good")
+        assert not await page.look(why)
+        clean(page, url)
+
+
 async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, url: str) -> None:
     rows = "[...document.querySelectorAll('main tbody tr a')].map(one => one.textContent)"
     async with chromium.page(port) as page:

@@ -45,7 +45,7 @@ function view([first, ...rest]) {
   if (two === "episode" && digits(three) !== null) return () => memberPage(main, step, null, digits(three));
   if (two !== "group" || three === undefined) return null;
   if (four === "episode" && digits(rest[4]) !== null) return () => memberPage(main, step, three, digits(rest[4]));
-  return () => groupPage(main, step, three);
+  return () => groupPage(main, step, three, state.bound);
 }
 
 const PAGES = { processes: "#/processes", metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };

@@ -132,7 +132,21 @@ function lostTable(entry) {
     entry.lost.map((one) => h("tr", {}, h("td", { class: "mono" }, one.id), h("td", {}, `slot ${one.slot ?? "?"}`), h("td", {}, stateTag(one.state)), h("td", {}, one.outcome), h("td", {}, one.why)))));
 }
 
-export async function groupPage(main, step, id) {
+// Why a group was not trained on, in a sentence; null where it was.
+function whyDropped(group, bound) {
+  if (group.state === "filtered") {
+    const rewards = [...new Set(group.members.map((one) => one.reward))];
+    const alike = rewards.length === 1 && rewards[0] !== null ? `All ${whole(group.members.length)} rewards are ${number(rewards[0], 3)}` : "The rewards do not differ enough";
+    return `${alike}: compared with their mean, no episode is better than another. The group gives no signal and was not trained on.`;
+  }
+  if (group.state !== "stale") return null;
+  const oldest = group.ledger?.oldest ?? group.oldest;
+  const age = group.staleness === null ? null : `When the batch was assembled, the oldest sampled token (of version ${oldest ?? "unknown"}) was ${plural(group.staleness, "version")} behind the trainer`;
+  const limit = bound === null || bound === undefined ? "the bound" : `the bound of ${bound}`;
+  return `${age ?? "When the batch was assembled, its oldest sampled token was too old"}: more than ${limit} (trainer.max_staleness). The group was not trained on${group.ledger?.replaced_by ? `; ${group.ledger.replaced_by} replaced it` : ""}.`;
+}
+
+export async function groupPage(main, step, id, bound) {
   const group = await ask("group", { step, id });
   const addresses = group.members.map((one) => ({ kind: "step", step, line: one.line, budget: 1500 }));
   const episodes = await Promise.all(addresses.map((address) => ask("episode", address)));
@@ -155,6 +169,7 @@ export async function groupPage(main, step, id) {
       ["tokens", `${number(group.tokens, 1)} an episode`],
       ["replaces", entry?.replaces || null], ["replaced by", entry?.replaced_by || null],
     ]),
+    ...[whyDropped(group, bound)].filter(Boolean).map((why) => h("div", { class: "card banner why-dropped" }, h("p", {}, why))),
     lostTable(entry), element);
   main.dataset.up = link(["step", step]);
   show();
