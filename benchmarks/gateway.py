@@ -35,6 +35,7 @@ from tidegate.types import Sampling
 
 ROOT = Path(__file__).parents[1]
 SESSIONS, TURNS = 64, 8
+EPISODES = 256
 WAVES = 2  # new sessions per round
 LONG_SESSIONS, LONG_PAIRS = 16, 5
 BREAKDOWN_WAVES = 12
@@ -144,6 +145,30 @@ def growth(row: dict[str, Any], number: int) -> float:
     return float((row[f"tidegate_turn_{number}_cpu_ms"] - own) / row["tidegate_turn_2_cpu_ms"])
 
 
+def control_plane(bench: Bench, system: System, rounds: int) -> dict[str, Any]:
+    """CPU ms of opening an episode and of finishing it, and their sum ÷ a turn's. Medians of the rounds."""
+    taken = []
+    for _ in range(rounds):
+        before = system.cpu_seconds()
+        sessions = bench.open(system, EPISODES)
+        opened = system.cpu_seconds()
+        turn = bench.turns(system, sessions, TURNS, concurrency=SESSIONS)["cpu_ms"]
+        ran = system.cpu_seconds()
+        asyncio.run(_finish_sessions(system, [path.split("/")[2] for _, path, _ in sessions]))
+        costs = [1e3 * seconds / EPISODES for seconds in (opened - before, system.cpu_seconds() - ran)]
+        taken.append((*costs, sum(costs) / turn))
+    names = ("open_cpu_ms", "finish_cpu_ms", "episode_vs_turn")
+    return {
+        name: statistics.median(column) for name, column in zip(names, zip(*taken, strict=True), strict=True)
+    }
+
+
+async def _finish_sessions(system: System, session_ids: list[str]) -> None:
+    async with GatewayClient(system.url) as client:
+        for session_id in session_ids:
+            await client.finish(session_id)
+
+
 def crowd(bench: Bench, system: System, sessions: int) -> dict[str, Any]:
     """Runs TURNS turns in each of many concurrent sessions; counts errors and quarantines of the engine."""
     done = bench.turns(system, bench.open(system, sessions), TURNS, strict=False)
@@ -227,6 +252,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
         {"system": name, **{key: statistics.median(row[key] for row in runs) for key in runs[0]}}
         for name, runs in taken.items()
     ]
+    control = control_plane(bench, tidegate, arguments.rounds)
     late = late_turn(bench, [bare, tidegate], 200, LONG_PAIRS)
     stalled = stalls(bench, loader, processes.load(), tidegate, arguments.rounds)
     crowds = {number: crowd(bench, processes.tidegate(engine, model), number) for number in (1024, 4096)}
@@ -234,6 +260,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     rows += [
         {"what": "ratio to the raw forwarder", "cpu_vs_raw": ratio(taken, "cpu_ms", "tidegate", "raw")},
         {"what": "long sessions", **late},
+        {"what": "control plane of an episode", **control},
         {"what": "posts of 20 MB", **stalled},
         *({"what": f"{number} sessions", **done} for number, done in crowds.items()),
         {"what": "10000 open sessions", "rss_mb": rss},

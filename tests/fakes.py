@@ -25,7 +25,6 @@ from tests.waiting import eventually as eventually
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
-from tidegate.gateway.http.attempts import direct_routes
 from tidegate.gateway.options import GatewayOptions
 
 
@@ -248,7 +247,8 @@ async def staged(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
         stack.callback(engine.release)
-        url = await stack.enter_async_context(served(create_app(gateway), direct=direct_routes(gateway)))
+        app = create_app(gateway)
+        url = await stack.enter_async_context(served(app, direct=app.direct))
         client = await stack.enter_async_context(GatewayClient(url, gateway.options.admin_key))
         await client.add_engine(engine.url)
         yield Stage(gateway, client, engine, url, stack)

@@ -12,9 +12,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tests.serving import served
 from tests.waiting import eventually
+from tidegate.service.direct.asgi import serve_endpoint
 from tidegate.service.direct.protocol import _JoiningTransport
 from tidegate.service.direct.request import MAX_REQUEST, CompleteRequest, DirectRequest
 
@@ -65,6 +67,8 @@ class Echo:
     def __init__(self) -> None:
         self.open: list[DirectRequest] = []
         self.gone: list[bytes] = []
+        self.scopes: list[dict[str, object]] = []
+        self.more = asyncio.Event()
 
     def direct(self, request: DirectRequest) -> bool:
         word = request.body
@@ -81,6 +85,29 @@ class Echo:
             request.respond(200, b'["direct","%s"]' % word)
         return True
 
+    def named(self, request: DirectRequest) -> bool:
+        word = b"%b?%b" % (request.parameter.encode(), request.query)
+        request.respond(200, b'["named","%s"]' % word)
+        return True
+
+    def endpoint(self, request: DirectRequest) -> bool:
+        return serve_endpoint(self.parts, request)
+
+    async def parts(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An ASGI endpoint that sends what `self.sent` has, and then ends as the body says."""
+        word = (await receive())["body"]
+        self.scopes.append(dict(scope))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"a/b")]})
+        await send({"type": "http.response.body", "body": b"one", "more_body": True})
+        if word == b"raises":
+            raise ValueError("planted")
+        if word == b"waits":
+            self.gone.append((await receive())["type"].encode())
+            return
+        if word == b"goes on":
+            await self.more.wait()
+        await send({"type": "http.response.body", "body": b"two"})
+
     async def fail(self) -> None:
         raise ValueError("planted")
 
@@ -92,7 +119,12 @@ class Echo:
 async def echoing() -> AsyncIterator[tuple[Echo, asyncio.StreamReader, asyncio.StreamWriter]]:
     echo = Echo()
     app = Starlette(routes=[Route("/echo", echo.asgi, methods=["POST"])])
-    async with served(app, direct={b"POST /echo HTTP/1.1": echo.direct}) as url:
+    direct = {
+        b"POST /echo HTTP/1.1": echo.direct,
+        b"GET /named/{}/part HTTP/1.1": echo.named,
+        b"POST /parts/{}/all HTTP/1.1": echo.endpoint,
+    }
+    async with served(app, direct=direct) as url:
         address = urlsplit(url)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
         async with asyncio.timeout(20):
@@ -221,3 +253,63 @@ async def test_an_error_of_a_route_is_logged_and_answered(
         assert "planted" in caplog.text
         writer.write(post(b"next"))
         assert await response(reader) == (200, b'["direct","next"]')
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (b"/named/a-1_b.c/part", b'["named","a-1_b.c?"]'),
+        (b"/named/x/part?wait_s=1.5&a=/", b'["named","x?wait_s=1.5&a=/"]'),
+    ],
+)
+async def test_a_route_has_the_name_in_its_path_and_the_query(path: bytes, expected: bytes) -> None:
+    async with echoing() as (_, reader, writer):
+        writer.write(b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % path)
+        assert await response(reader) == (200, expected)
+
+
+@pytest.mark.parametrize("path", [b"/named/a%20b/part", b"/named//part", b"/named/x/other", b"/named/x"])
+async def test_other_paths_are_left_to_asgi(path: bytes) -> None:
+    async with echoing() as (_, reader, writer):
+        writer.write(b"GET %b HTTP/1.1\r\nHost: h\r\n\r\n" % path)
+        assert (await response(reader))[0] == 404
+
+
+PARTS = b"POST /parts/s1/all HTTP/1.1\r\nHost: h\r\ncontent-length: %d\r\n\r\n%b"
+CHUNKS = b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"
+
+
+async def test_an_endpoint_streams_its_response_in_chunks() -> None:
+    async with echoing() as (echo, reader, writer):
+        for _ in range(2):  # the connection is kept
+            writer.write(PARTS % (2, b"go"))
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            assert b"transfer-encoding: chunked" in head
+            assert b"content-type: a/b" in head
+            assert b"content-length" not in head
+            assert await reader.readexactly(len(CHUNKS)) == CHUNKS
+        assert [scope["path_params"] for scope in echo.scopes] == [{"session_id": "s1"}] * 2
+
+
+async def test_an_error_within_a_response_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    async with echoing() as (_, reader, writer):
+        writer.write(PARTS % (6, b"raises"))
+        assert (await reader.read()).endswith(b"3\r\none\r\n")
+        assert "planted" in caplog.text
+
+
+async def test_an_endpoint_receives_the_disconnect() -> None:
+    async with echoing() as (echo, reader, writer):
+        writer.write(PARTS % (5, b"waits"))
+        await reader.readuntil(b"one\r\n")
+        writer.close()
+        await eventually(lambda: echo.gone == [b"http.disconnect"])
+
+
+async def test_a_server_that_stops_completes_the_response_of_an_endpoint() -> None:
+    async with echoing() as (echo, reader, writer):
+        writer.write(PARTS % (7, b"goes on"))
+        await reader.readuntil(b"one\r\n")
+        rest = asyncio.create_task(reader.read())
+        asyncio.get_running_loop().call_later(0.05, echo.more.set)
+    assert (await rest).endswith(b"3\r\ntwo\r\n0\r\n\r\n")

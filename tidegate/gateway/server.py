@@ -13,7 +13,6 @@ from typing import Any
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sharding.frontend import ShardRouter
@@ -30,7 +29,8 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
     _reduce_garbage_collection()
     # A thread that encodes a long text yields to the event loop after 0.5 ms instead of 5 ms.
     sys.setswitchinterval(0.0005)
-    run_app(create_app(gateway), bind(listen), listen, attempts.direct_routes(gateway))
+    app = create_app(gateway)
+    run_app(app, bind(listen), listen, app.direct)
 
 
 def serve_front(

@@ -19,7 +19,8 @@ from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, clients, openapi, schemas, tools
+from tidegate.gateway.http import attempts, clients, direct, openapi, schemas, tools
+from tidegate.gateway.http.direct import admin_key
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
 from tidegate.gateway.http.mcp import McpServer
 from tidegate.gateway.http.prometheus import collect
@@ -27,55 +28,61 @@ from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import exposition
-from tidegate.service.api_key import ApiKey
 from tidegate.types import Trajectory, to_wire
 
 
-def create_app(gateway: Gateway) -> ASGIApp:
-    """Returns the ASGI app of one gateway; its lifespan starts and closes the gateway.
+class GatewayApp:
+    """The ASGI app of one gateway; its lifespan starts and closes the gateway.
 
     The data plane bypasses FastAPI, whose overhead exceeds the work of a call.
     """
-    conversations, mcp = Conversations(gateway), McpServer(gateway)
-    control = _control_plane(gateway, conversations, mcp)
-    endpoints: list[tuple[str, str, ASGIApp]] = [
-        ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
-        ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
-        ("POST", "/responses", DialectEndpoint(gateway, responses, conversations)),
-        ("POST", "/messages", DialectEndpoint(gateway, messages, conversations)),
-        ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
-        ("GET", "/models", ModelsEndpoint(gateway)),
-        ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
-    ]
-    routes = [
-        Route(base + path, endpoint, methods=[method])
-        for base in ("/s/{session_id}/v1", "/v1")
-        for method, path, endpoint in endpoints
-    ]
-    routes += [attempts.finish_route(gateway), *tools.routes(gateway), mcp.route()]
-    routes += clients.routes(gateway, conversations)
-    data = Router(routes, default=AuthMiddleware(gateway, control))
-    workers = Router(attempts.routes(gateway), default=data)
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, gateway: Gateway) -> None:
+        conversations, mcp = Conversations(gateway), McpServer(gateway)
+        self._control = _control_plane(gateway, conversations, mcp)
+        dialects = {
+            "/chat/completions": DialectEndpoint(gateway, chat, conversations),
+            "/completions": DialectEndpoint(gateway, completions, conversations),
+            "/responses": DialectEndpoint(gateway, responses, conversations),
+            "/messages": DialectEndpoint(gateway, messages, conversations),
+        }
+        endpoints: list[tuple[str, str, ASGIApp]] = [
+            *(("POST", path, endpoint) for path, endpoint in dialects.items()),
+            ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
+            ("GET", "/models", ModelsEndpoint(gateway)),
+            ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
+        ]
+        routes = [
+            Route(base + path, endpoint, methods=[method])
+            for base in ("/s/{session_id}/v1", "/v1")
+            for method, path, endpoint in endpoints
+        ]
+        routes += [attempts.finish_route(gateway), *tools.routes(gateway), mcp.route()]
+        routes += clients.routes(gateway, conversations)
+        self._data = Router(routes, default=AuthMiddleware(gateway, self._control))
+        self._workers = Router(attempts.routes(gateway), default=self._data)
+        self.direct = direct.routes(gateway, dialects)
+        """Routes that a server may call without ASGI, by request line."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await control(scope, receive, send)
+            await self._control(scope, receive, send)
         elif scope["path"].startswith("/attempts/"):
-            await workers(scope, receive, send)
+            await self._workers(scope, receive, send)
         else:
-            await data(scope, receive, send)
+            await self._data(scope, receive, send)
 
-    return app
+
+def create_app(gateway: Gateway) -> GatewayApp:
+    """Returns the app of one gateway."""
+    return GatewayApp(gateway)
 
 
 class AuthMiddleware:
     """Checks the admin key, then reads the body with limits, before the control plane handles a request."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
-        self._admin = ApiKey(
-            gateway.options.admin_key,
-            lambda: GatewayError("this route needs the gateway's admin key", status=401),
-        )
+        self._admin = admin_key(gateway)
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -149,8 +156,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     async def open_session(request: Request, body: SessionRequest) -> dict[str, str]:
         session, key = await gateway.open_session(body)
         root = gateway.options.public_url or str(request.base_url).rstrip("/")
-        base_url = f"{root}/s/{session.id}/v1"
-        return {"session_id": session.id, "base_url": base_url, "api_key": key}
+        return schemas.access_row(session.id, key, root)
 
     @app.get("/sessions/{session_id}")
     async def show_session(session_id: str) -> dict[str, Any]:
@@ -181,7 +187,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
         if trajectory is None:
             row = {"session_id": session_id, "state": gateway.session(session_id).state}
             return Response(orjson.dumps(row), 202, media_type="application/json")
-        return Response(orjson.dumps(summary_row(trajectory)), media_type="application/json")
+        return Response(orjson.dumps(schemas.summary_row(trajectory)), media_type="application/json")
 
     @app.get("/attempts")
     async def list_attempts() -> dict[str, Any]:
@@ -281,19 +287,3 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
         return openapi.Exposition(exposition(collect(gateway)))
-
-
-def summary_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Returns the response body of `finish`."""
-    return {
-        "session_id": trajectory.session_id,
-        "outcome": trajectory.outcome.value,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "agent_reward": trajectory.agent_reward,
-        "turns": len(trajectory.turns),
-        "sampled_tokens": trajectory.sampled_tokens(),
-        "oldest_version": trajectory.oldest_version(),
-        "error": trajectory.error,
-        "seconds": trajectory.seconds,
-    }

@@ -23,7 +23,7 @@ from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
-from tidegate.service.direct.request import DirectRequest, DirectRoute
+from tidegate.service.direct.request import DirectRequest
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
@@ -34,23 +34,26 @@ def routes(gateway: Gateway) -> list[Route]:
     """Returns the routes that a worker key opens."""
     return [
         Route("/attempts/next", JsonEndpoint(gateway, _next), methods=["POST"]),
-        Route("/attempts/{attempt}/heartbeat", JsonEndpoint(gateway, _heartbeat), methods=["POST"]),
+        Route("/attempts/{session_id}/heartbeat", heartbeat_endpoint(gateway), methods=["POST"]),
         Route("/attempts/leave", JsonEndpoint(gateway, _leave), methods=["POST"]),
     ]
 
 
 def finish_route(gateway: Gateway) -> Route:
     """Returns the route by which an attempt or a client's episode is finished, with its own key."""
-    return Route("/s/{session_id}/finish", JsonEndpoint(gateway, _finish), methods=["POST"])
+    return Route("/s/{session_id}/finish", finish_endpoint(gateway), methods=["POST"])
 
 
-def direct_routes(gateway: Gateway) -> dict[bytes, DirectRoute]:
-    """Returns the route of workers' polls for a server that bypasses ASGI."""
-    return {b"POST /attempts/next HTTP/1.1": functools.partial(_poll, gateway)}
+def finish_endpoint(gateway: Gateway) -> JsonEndpoint:
+    return JsonEndpoint(gateway, _finish)
 
 
-def _poll(gateway: Gateway, request: DirectRequest) -> bool:
-    """Does what `_next` does for requests that it would not refuse."""
+def heartbeat_endpoint(gateway: Gateway) -> JsonEndpoint:
+    return JsonEndpoint(gateway, _heartbeat)
+
+
+def poll(gateway: Gateway, request: DirectRequest) -> bool:
+    """Does what `_next` does for requests that it would not refuse, without ASGI."""
     try:
         own = _is_own(gateway, bearer_of(request.headers))
         body = schemas.read(schemas.NextAttempts, request.body)
@@ -60,14 +63,14 @@ def _poll(gateway: Gateway, request: DirectRequest) -> bool:
 
     def answer() -> None:
         request.on_disconnect = None
-        taken = queue.collect(poll)
+        taken = queue.collect(waiting)
         if taken:
             request.start(_give(gateway, request, body.worker, taken))
         else:
             request.respond(200, _answer(gateway, body.worker, [], ""))
 
-    poll = queue.begin(body.worker, body.capacity, body.wait_s, answer, own=own)
-    request.on_disconnect = functools.partial(queue.drop, poll)
+    waiting = queue.begin(body.worker, body.capacity, body.wait_s, answer, own=own)
+    request.on_disconnect = functools.partial(queue.drop, waiting)
     return True
 
 
@@ -111,7 +114,7 @@ def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession,
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
-    gateway.attempts.heartbeat(scope["path_params"]["attempt"], body.worker)
+    gateway.attempts.heartbeat(scope["path_params"]["session_id"], body.worker)
     await respond(send, 200, b"{}")
 
 

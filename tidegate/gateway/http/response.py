@@ -16,6 +16,7 @@ from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.sessions.pending_turns import PendingTurn
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
+from tidegate.service.direct.asgi import DirectReceive
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 10.0
@@ -50,8 +51,8 @@ class ResponseWriter:
     async def run(self, receive: Receive, send: Send) -> None:
         for call in self._calls:
             call.listeners.add(self._updated)
-        disconnected = asyncio.ensure_future(receive())  # after the request, the only message is a disconnect
-        disconnected.add_done_callback(lambda _: self._updated.set())
+        disconnected = _disconnect_of(receive)
+        disconnected.add_done_callback(self._on_disconnect)
         delivered = False
         try:
             send_reply = self._send_stream if self._request.stream else self._send_body
@@ -61,7 +62,11 @@ class ResponseWriter:
                 call.listeners.discard(self._updated)
                 if not delivered:
                     self._turns.abandon(self._session, call, closed=disconnected.done())
+            disconnected.remove_done_callback(self._on_disconnect)
             disconnected.cancel()
+
+    def _on_disconnect(self, _: asyncio.Future[Any]) -> None:
+        self._updated.set()
 
     async def _send_body(self, disconnected: asyncio.Future[Any], send: Send) -> bool:
         """Sends one body; returns whether the reply was delivered."""
@@ -160,6 +165,11 @@ class ResponseWriter:
     def _sent(self) -> None:
         for call in self._calls:
             self._turns.on_sent(self._session, call)
+
+
+def _disconnect_of(receive: Receive) -> asyncio.Future[Any]:
+    """Returns a future of the client's disconnect, the only message after a complete request."""
+    return receive.disconnected if isinstance(receive, DirectReceive) else asyncio.ensure_future(receive())
 
 
 class _IdleTimer:

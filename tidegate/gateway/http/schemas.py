@@ -13,7 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Group, Outcome, fields_of
+from tidegate.types import Group, Outcome, Trajectory, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
 
@@ -226,6 +226,27 @@ def session_row(session: GatewaySession) -> dict[str, Any]:
         "oldest_version": session.oldest_version(),
         "metadata": session.metadata,
         "reported": session.ending and session.ending.reported,
+    }
+
+
+def access_row(session_id: str, key: str, root: str) -> dict[str, str]:
+    """Returns the response body of the call that opens a session; `root` is the gateway's URL."""
+    return {"session_id": session_id, "base_url": f"{root}/s/{session_id}/v1", "api_key": key}
+
+
+def summary_row(trajectory: Trajectory) -> dict[str, Any]:
+    """Returns the response body of `finish`."""
+    return {
+        "session_id": trajectory.session_id,
+        "outcome": trajectory.outcome.value,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "agent_reward": trajectory.agent_reward,
+        "turns": len(trajectory.turns),
+        "sampled_tokens": trajectory.sampled_tokens(),
+        "oldest_version": trajectory.oldest_version(),
+        "error": trajectory.error,
+        "seconds": trajectory.seconds,
     }
 
 

@@ -13,6 +13,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.large_json import Folded, fold
 from tidegate.gateway.nesting import MAX_BODY_LEVELS, too_deep
 from tidegate.gateway.request import RawBody
+from tidegate.service.direct.asgi import DirectReceive
 
 MAX_BODY = 64 * 2**20
 BODY_S = 60.0
@@ -28,6 +29,10 @@ class ClientGone(Exception):
 async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | None = None) -> RawBody:
     """Reads a complete body; `large` is awaited before more than about LARGE bytes are read. Raises ApiError
     if the body is too large or too slow, ClientGone if the client disconnects."""
+    if isinstance(receive, DirectReceive) and (complete := receive.take()) is not None:
+        if len(complete) > MAX_BODY:
+            raise _too_large()
+        return complete
     try:
         async with asyncio.timeout(BODY_S) as timeout:
             message = await receive()
@@ -37,7 +42,7 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
                 if len(body) + len(chunk) > MAX_BODY:
-                    raise ApiError(f"the body is larger than {MAX_BODY} bytes", status=413)
+                    raise _too_large()
                 if not message.get("more_body") and not body:
                     return chunk
                 body += chunk
@@ -53,6 +58,10 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
         raise ApiError(
             f"the body did not arrive within {BODY_S:g} s", status=408, type="timeout", retryable=True
         ) from None
+
+
+def _too_large() -> ApiError:
+    return ApiError(f"the body is larger than {MAX_BODY} bytes", status=413)
 
 
 def parse(body: RawBody) -> dict[str, Any]:

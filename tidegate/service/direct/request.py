@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol
 
 import httptools
 
@@ -15,32 +15,82 @@ MAX_REQUEST = 64 * 1024
 """Bytes of a request; longer ones go through ASGI."""
 
 
+Headers = Iterable[tuple[bytes, bytes]]
+JSON: Headers = ((b"content-type", b"application/json"),)
+
+
+class Responder(Protocol):
+    """The connection of a request."""
+
+    def answer(self, status: int, body: bytes, headers: Headers) -> None:
+        """Sends a complete response."""
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """Sends the head of a response whose body is sent in parts."""
+
+    def write(self, data: bytes, *, last: bool) -> None:
+        """Sends a part of that body."""
+
+    async def drain(self) -> None:
+        """Waits while the client reads more slowly than parts are sent."""
+
+    def spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task that the server awaits, and cancels at last, when it stops."""
+
+    def abort(self) -> None:
+        """Closes the connection within a response."""
+
+
 class DirectRequest:
     """A request that is answered once, now or later, on its server's event loop."""
 
-    __slots__ = ("_answer", "_spawn", "body", "disconnected", "headers", "on_disconnect")
+    __slots__ = (
+        "_begun", "_connection", "body", "completes", "disconnected", "headers", "on_disconnect", "parameter",
+        "query",
+    )  # fmt: skip
 
     def __init__(
         self,
         headers: Mapping[bytes, bytes],
         body: bytes,
-        answer: Callable[[int, bytes], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        connection: Responder,
+        parameter: str = "",
+        query: bytes = b"",
     ) -> None:
         self.headers = headers
         """By lower-case name."""
         self.body = body
+        self.parameter = parameter
+        """Path segment for which the route has `{}`."""
+        self.query = query
         self.on_disconnect: Callable[[], object] | None = None
         """Called if the client disconnects, or the server stops, before the request is answered."""
+        self.completes = False
+        """Whether a server that stops waits for the answer, instead of ending the request."""
         self.disconnected = False
-        self._answer = answer
-        self._spawn = spawn
+        self._connection = connection
+        self._begun = False
 
-    def respond(self, status: int, body: bytes) -> None:
-        """Sends a JSON response, unless the client has disconnected or the request was answered."""
+    def respond(self, status: int, body: bytes, headers: Headers = JSON) -> None:
+        """Sends a response, unless the client has disconnected or the request was answered."""
         if not self.disconnected:
             self.disconnected = True  # from this request
-            self._answer(status, body)
+            self._connection.answer(status, body, headers)
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """Begins a response whose body is sent in parts."""
+        if not self.disconnected:
+            self._begun = True
+            self._connection.begin(status, headers)
+
+    def write(self, data: bytes, *, last: bool) -> None:
+        """Sends a part of the body after `begin`; the last one ends the response."""
+        if not self.disconnected:
+            self.disconnected = last
+            self._connection.write(data, last=last)
+
+    async def drain(self) -> None:
+        await self._connection.drain()
 
     def disconnect(self) -> None:
         """Ends the request without an answer."""
@@ -49,12 +99,14 @@ class DirectRequest:
             if self.on_disconnect is not None:
                 self.on_disconnect()
 
-    def start(self, job: Coroutine[Any, Any, None]) -> None:
-        """Runs a coroutine that answers the request; a disconnect cancels it.
+    def start(self, job: Coroutine[Any, Any, None], *, cancels: bool = True) -> None:
+        """Runs a coroutine that answers the request; with `cancels`, a disconnect cancels it.
 
         Its failure is logged and answered with 500.
         """
-        self.on_disconnect = self._spawn(self._guard(job)).cancel
+        task = self._connection.spawn(self._guard(job))
+        if cancels:
+            self.on_disconnect = task.cancel
 
     async def _guard(self, job: Coroutine[Any, Any, None]) -> None:
         try:
@@ -63,10 +115,16 @@ class DirectRequest:
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Logs an unexpected error and answers with 500."""
+        """Logs an unexpected error and answers with 500, or closes the connection within a response."""
         log.error("a request failed", exc_info=error)
-        self.respond(500, b'{"error":{"message":"internal error; see the log","type":"server_error"}}')
+        if not self._begun:
+            self.respond(500, _FAILED)
+        elif not self.disconnected:
+            self.disconnected = True
+            self._connection.abort()
 
+
+_FAILED = b'{"error":{"message":"internal error; see the log","type":"server_error"}}'
 
 DirectRoute = Callable[[DirectRequest], bool]
 """Begins to serve a request; returns False, without effects, to leave it to ASGI, as one that is refused."""
@@ -97,7 +155,7 @@ class CompleteRequest:
     def _plain(self, length: int) -> bool:
         """Whether it has a body of this length and no header that ASGI's middleware would evaluate."""
         return (
-            self.headers.get(b"content-length") == str(length).encode()
+            self.headers.get(b"content-length", b"0") == str(length).encode()
             and b"host" in self.headers
             and self.headers.get(b"connection", b"keep-alive").lower() == b"keep-alive"
             and not any(name.startswith(b"x-forwarded-") or name in _OTHERS for name in self.headers)
