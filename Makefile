@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs lessons test-docs lint-deploy fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -127,6 +127,9 @@ test-docs: install $(LESSONS)/.installed  ## every lesson executed, and the chea
 
 lessons: install $(LESSONS)/.installed  ## execute the lessons, and write their outputs, plots and notebooks
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run --write
+
+gallery: install  ## repeat the gallery's CPU runs and check their curves; ONLY=demo for one (forty minutes)
+	@$(BIN)/python -m docs.gallery.run $(if $(ONLY),--only $(ONLY))
 
 DEPLOY := .venvs/deploy
 $(DEPLOY)/.installed: requirements/deploy.txt | install
