@@ -82,7 +82,7 @@ def test_metrics_of_all_runs_are_listed_with_their_newest_values(client: TestCli
 def test_a_curve_over_steps_tokens_and_hours(client: TestClient) -> None:
     found = ask(client, "curves", key=["reward/mean", "eval/reward"])
     assert (found["axis"], [curve["unit"] for curve in found["curves"]]) == (
-        "optimiser step",
+        "step",
         ["reward", "reward"],
     )
     one, two = found["curves"][0]["runs"]
