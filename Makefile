@@ -31,7 +31,7 @@ demo-service: install  ## watch a small model learn to serve customers by a poli
 demo-shell: install  ## watch a small model learn to work in a real shell in sandboxes, in minutes (needs bubblewrap)
 	@$(BIN)/tidegate train examples/shell/config.toml --fresh
 
-demo-online: install  ## watch a service learn from its users' thumbs while its processes are killed, in minutes
+demo-online: install  ## train on simulated feedback while processes are killed, in minutes
 	@$(BIN)/python examples/online/demo.py
 
 lint: install    ## ruff and mypy
@@ -39,7 +39,7 @@ lint: install    ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: install  ## let ruff arrange the code
+format: install  ## format the code with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -53,7 +53,7 @@ test-slow: install  ## the slow suite (under thirty minutes)
 test-wheel: install  ## wheel and sdist of a clean clone of HEAD, in an empty environment (minutes; part of test-slow)
 	$(BIN)/python -m pytest -m slow --timeout 900 -s tests/e2e/test_wheel.py
 
-# Environments of the clients' own: what their users have, which need not go together with what is ours.
+# Environments for the clients, whose packages may conflict with Tidegate's.
 CLIENTS := openai2 openai3 frameworks frameworks-openai2 frameworks-openai3 agents-litellm agents-openai2 agents-openai3 \
 	mcp1 schemathesis
 test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  ## SDKs, frameworks and command-line agents, unchanged
@@ -153,5 +153,5 @@ fuzz: install    ## 100,000 requests that a careless or hostile client may send 
 bench: install   ## every benchmark, one table each
 	@for b in engine step forms controls async_vs_sync gateway rag; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
-clean:           ## remove what make made (not your runs)
+clean:           ## remove what make created (not your runs)
 	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
