@@ -334,7 +334,7 @@ async def test_the_load_of_processes_leads_to_their_logs(port: int, tmp_path: Pa
             await page.press("g", "p")
             await page.until("document.querySelectorAll('figure > svg').length === 2")
             rows = "[...document.querySelectorAll('main tbody tr')].map(one => one.innerText)"
-            assert (await page.look(rows))[0] == "trainer\t0.50\t1.25\t1.50\t1 GB\t2 GB\t1\t–"
+            assert (await page.look(rows))[0] == "trainer\t–\t0.50\t1.25\t1.50\t1 GB\t2 GB\t1"
             await page.width(420)
             assert await page.look("document.documentElement.scrollWidth - innerWidth") <= 0
             await page.press("j", "Enter")

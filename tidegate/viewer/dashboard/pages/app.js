@@ -85,10 +85,9 @@ function showState() {
   const words = { running: "running", ended: "ended", quiet: "nothing new" };
   const text = [
     state.step === null ? null : `step ${whole(state.step)}${state.planned ? ` of ${whole(state.planned)}` : ""}`,
-    state.version === null ? null : `version ${state.version}`,
     state.status === "ended" ? null : ago(state.silence),
   ].filter(Boolean).join(" · ");
-  box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`);
+  box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`, state.version === null ? "" : h("span", { class: "version" }, ` · version ${state.version}`));
   box.title = state.why ? `The run ended: ${state.why}` : "";
 }
 

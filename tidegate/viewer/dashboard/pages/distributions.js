@@ -52,7 +52,7 @@ function heat(one, steps, width) {
   for (const [at, value] of marks(one)) svg.append(shape("text", { class: "tick end", x: LEFT - 7, y: up(at), dy: 4 }, brief(value)));
   const every = Math.ceil(steps.length / Math.max(2, Math.floor(inside.width / 70)));
   steps.forEach((step, column) => column % every === 0 && svg.append(shape("text", { class: "tick mid", x: LEFT + (column + 0.5) * wide, y: height - BOTTOM + 18 }, whole(step))));
-  svg.append(shape("text", { class: "title", x: 0, y: 11 }, one.unit), shape("text", { class: "title end", x: width - RIGHT, y: height - 3 }, "optimiser step"));
+  svg.append(shape("text", { class: "title", x: 0, y: 11 }, one.unit), shape("text", { class: "title end", x: width - RIGHT, y: height - 3 }, "step"));
   return svg;
 }
 

@@ -3,7 +3,7 @@ import { figure } from "./charts.js";
 import { ask, bytes, crumbs, h, link, more, number, whole } from "./dom.js";
 
 const MOST = 64000;
-const HEADS = ["process", "cores now", "mean", "peak", "memory now", "peak", "processes", "log"];
+const HEADS = ["process", "log", "cores now", "mean", "peak", "memory now", "peak", "processes"];
 
 const cores = (value) => number(value, 2);
 const gigabytes = (value) => (value === null || value === undefined ? "–" : bytes(value * 1e9));
@@ -11,7 +11,7 @@ const gigabytes = (value) => (value === null || value === undefined ? "–" : by
 function row(one) {
   const logged = one.log === null ? "–" : h("a", { href: link(["processes", "log", one.name]), "data-row": true }, one.log ? bytes(one.log) : "empty");
   return h("tr", {}, h("th", { scope: "row" }, one.name),
-    [cores(one.cpu), cores(one.cpu_mean), cores(one.cpu_peak), gigabytes(one.memory), gigabytes(one.memory_peak), one.processes ? whole(one.processes) : "–", logged].map((cell) => h("td", { class: "number" }, cell)));
+    [logged, cores(one.cpu), cores(one.cpu_mean), cores(one.cpu_peak), gigabytes(one.memory), gigabytes(one.memory_peak), one.processes ? whole(one.processes) : "–"].map((cell) => h("td", { class: "number" }, cell)));
 }
 
 export async function processesPage(main) {
