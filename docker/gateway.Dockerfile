@@ -7,7 +7,7 @@ WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY tidegate tidegate
 COPY examples examples
-RUN pip install --no-cache-dir . && rm -rf /src/build \
+RUN pip install --no-cache-dir '.[gateway]' && rm -rf /src/build \
     && useradd --create-home --uid 1000 tidegate \
     && install -d -o tidegate /journal
 

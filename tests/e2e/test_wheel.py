@@ -64,16 +64,49 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-@pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `bin` of an environment with the wheel, without extras."""
-    folder = tmp_path_factory.mktemp("empty")
+def environment(folder: Path, requirement: str) -> Path:
+    """Makes a virtual environment with a package; returns its `bin`."""
     venv.create(folder / "venv", with_pip=True)
     binaries = folder / "venv" / "bin"
-    typed(binaries / "pip", "install", "-q", f"{built}", cwd=folder, timeout_s=600)
-    modules = typed(binaries / "pip", "list", "--format=freeze", cwd=folder)
-    assert "torch==" not in modules
+    typed(binaries / "pip", "install", "-q", requirement, cwd=folder, timeout_s=600)
+    size = sum(one.stat().st_size for one in packages(binaries).rglob("*") if one.is_file())
+    print(f"{requirement.rpartition('/')[2]}: {size / 1e6:.0f} MB, with pip")
     return binaries
+
+
+def packages(binaries: Path) -> Path:
+    (site,) = binaries.parent.glob("lib/python*/site-packages")
+    return site
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of an environment with the wheel and the extra `gateway`."""
+    return environment(tmp_path_factory.mktemp("gateway"), f"{built}[gateway]")
+
+
+def test_an_installation_without_extras_serves_agents_and_environments(built: Path, tmp_path: Path) -> None:
+    binaries = environment(tmp_path, f"{built}")
+    names = {one.name for one in packages(binaries).iterdir()}
+    assert names.isdisjoint({"torch", "transformers", "tokenizers", "mcp", "uvloop"})
+    (tmp_path / "mine.py").write_text("async def agent(task, session):\n    return 'done'\n")
+    code = (
+        "import tidegate.client, tidegate.agents.attempt_runner\n"
+        "from tidegate.agents.base import load_agent\n"
+        "load_agent('mine.py:agent', {})"
+    )
+    typed(binaries / "python", "-c", code, cwd=tmp_path)
+    announce = tmp_path / "environment.json"
+    command = [binaries / "tidegate", "env", "serve", "arithmetic", "--port", "0", "--announce", announce]
+    with subprocess.Popen(command, cwd=tmp_path, env=clean()) as process:
+        try:
+            announced(announce, process)
+        finally:
+            process.terminate()
+    words = [binaries / "tidegate", "gateway", "--model.path", "none"]
+    refused = subprocess.run(words, cwd=tmp_path, env=clean(), capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert "pip install 'tidegate[gateway]'" in refused.stderr
 
 
 def test_the_readme_has_no_relative_links(built: Path) -> None:
@@ -153,10 +186,9 @@ def test_the_installed_scaffold_trains(installed: Path, tmp_path: Path) -> None:
     """With torch from the environment of the tests, because its installation takes minutes."""
     binaries = tmp_path / "venv" / "bin"
     venv.create(tmp_path / "venv", with_pip=False)
-    (wheel_site,) = installed.parent.glob("lib/python*/site-packages")
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    wheel_site = packages(installed)
     # The wheel's packages come first; an editable installation's .pth files are not read.
-    (site / "packages.pth").write_text(f"{wheel_site}\n{sysconfig.get_path('purelib')}\n")
+    (packages(binaries) / "packages.pth").write_text(f"{wheel_site}\n{sysconfig.get_path('purelib')}\n")
     where = typed(binaries / "python", "-c", "import tidegate, torch; print(tidegate.__file__)", cwd=tmp_path)
     assert where.startswith(str(wheel_site))
     tidegate = (binaries / "python", "-m", "tidegate")

@@ -305,6 +305,18 @@ def test_gateway_agents_and_environments_work_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_workers_clients_and_environments_need_no_extra() -> None:
+    extra = ("torch", "safetensors", "transformers", "tokenizers", "mcp", "uvloop")
+    modules = (
+        "agents.attempt_runner, agents.solver, agents.chat, agents.command, client, envs.service.server, "
+        "envs.arithmetic, gateway.client, viewer.dashboard.app, trainer.ledger.state, evaluation.stats"
+    )
+    code = f"import sys\nfor name in {extra}: sys.modules[name] = None\n" + "\n".join(
+        f"import tidegate.{module}" for module in modules.split(", ")
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_settings_import_nothing_heavy() -> None:
     code = (
         "import sys, tidegate.config\n"

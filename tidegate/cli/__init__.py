@@ -62,7 +62,13 @@ COMMANDS = (
     simulate,
 )
 
-EXTRAS = {"torch": "train", "safetensors": "train"}
+EXTRAS = {
+    "torch": "train",
+    "safetensors": "train",
+    "transformers": "gateway",
+    "tokenizers": "gateway",
+    "mcp": "gateway",
+}
 """Optional packages that commands import, with the extras that install them."""
 
 

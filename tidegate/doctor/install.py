@@ -19,7 +19,7 @@ OLDEST_PYTHON = (3, 11)
 
 
 def check_install(settings: Settings) -> list[Finding]:
-    """Checks the versions of Python and of the required packages, and torch."""
+    """Checks the versions of Python, of the packages of a gateway, and torch."""
     findings = []
     if sys.version_info < OLDEST_PYTHON:
         findings.append(
@@ -49,7 +49,7 @@ def _requirements() -> list[Requirement] | None:
             requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": "gateway"}):
             requirements.append(requirement)
     return requirements
 
