@@ -242,7 +242,7 @@ class World:
         assert self.core.outstanding() <= max(self.rules.capacity, self.most)
         places = [*self.running.values(), *self.waiting]
         running = len({place for place in places if place[0] in self.core.groups})
-        assert running == self.core.running()
+        assert running == self.core.unsettled_slots()
         size, most = self.rules.group_size, self.rules.max_running
         assert running <= max(most, size)
         room = not running or running + size <= most

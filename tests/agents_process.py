@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import AgentSettings
-from tidegate.evaluation.offers import Offers
+from tidegate.evaluation.offers import AttemptServer
 from tidegate.trainer.processes.agents import AgentProcess, supervise_agents
 from tidegate.types import TaskView
 
@@ -20,7 +20,7 @@ SESSION = {"base_url": "http://gate/v1", "api_key": "key", "model": "policy", "s
 @dataclass
 class Agents:
     process: AgentProcess
-    offers: Offers
+    offers: AttemptServer
     supervising: asyncio.Task[None]
     notes: list[str] = field(default_factory=list)
 
@@ -40,7 +40,7 @@ class Agents:
 @contextlib.asynccontextmanager
 async def started(use: str, tmp_path: Path, **options: Any) -> AsyncIterator[Agents]:
     """Start the process; raises as `AgentProcess.start`."""
-    offers = Offers()
+    offers = AttemptServer()
     async with offers.serve() as access:
         process = AgentProcess(AgentSettings(use=use, options=options), access, tmp_path, "agent")
         try:

@@ -261,8 +261,8 @@ class Settings(SettingsSection):
             names = [field for field in type(section).model_fields if field != "judge"]
             if idle := section.other_than_default(*names):
                 raise ValueError(
-                    f'{name}.{idle[0]} has no effect with agent.source = "client": clients have the tasks, '
-                    "post the rewards and evaluate"
+                    f'{name}.{idle[0]} has no effect with agent.source = "client": tasks, '
+                    "rewards and evaluations come from the clients"
                 )
 
 

@@ -3,10 +3,10 @@
 **A failed episode is data, not a crash.** If an agent raises, a reward hangs or an engine drops a
 connection, one attempt ends with an `Outcome` that names the cause and is recorded in the ledger; the run
 continues. Only `completed` and `truncated` episodes are trained on; a failure never counts as reward 0. The
-slot is attempted again, up to `max_attempts` times; then the task is quarantined, with the reason in
-`dead_letters.jsonl`. Infrastructure failures (`infra_error`) have a separate budget and never quarantine a
-task; an outage (no engine, no worker, or a service that fails) pauses the run. If group after group fails or
-has equal rewards, the run stops, because it cannot learn.
+slot is attempted again until `max_attempts` failures are charged to the task; then the task is quarantined,
+with the reason in `dead_letters.jsonl`. Infrastructure failures (`infra_error`) have a separate budget and
+never quarantine a task; an outage (no engine, no worker, or a service that fails) pauses the run. If group
+after group fails or has equal rewards, the run stops, because it cannot learn.
 
 **A bad setting, a bad file or a failed component is an error.** It is raised as one of the classes below
 and shown to the user as one message: what failed, where, and what to do. Committed checkpoints stay.
@@ -41,7 +41,7 @@ class StartError(TidegateError):
     exit_code = 3
 
 
-class NothingToDo(TidegateError):
+class NothingToDoError(TidegateError):
     """A resumed run has already taken all its steps; not a failure."""
 
     exit_code = 0
@@ -83,7 +83,8 @@ class PublishError(TidegateError):
 
 
 class LedgerError(TidegateError):
-    """A ledger entry is invalid: an unknown id, a second ending, a corrupt file."""
+    """A ledger entry, or the event that it would record, is invalid: an unknown id, a second ending, a group
+    that may not start, a corrupt file."""
 
 
 class CheckpointError(TidegateError):
@@ -98,7 +99,7 @@ class TrainingError(TidegateError):
     """Training cannot continue: three non-finite steps in a row, or a batch that cannot be assembled."""
 
 
-class StalledError(TidegateError):
+class NoProgressError(TidegateError):
     """The run made no progress within the watchdog's time; the message names what it waited for."""
 
 
@@ -111,7 +112,7 @@ class NoUsableEpisodesError(TidegateError):
 
 
 class RewardError(TidegateError):
-    """A reward function raised, hung, or did not return a finite number, or a judge's reply was no verdict:
+    """A reward function raised, hung, or did not return a finite number, or a judge's reply was invalid:
     outcome `reward_error`.
 
     `metrics` are those of the failed episode.

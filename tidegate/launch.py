@@ -86,7 +86,7 @@ class Launch:
         *,
         lift_quarantine: bool = False,
     ) -> None:
-        """Raises StartError or ConfigError, and NothingToDo if the run is complete."""
+        """Raises StartError or ConfigError, and NothingToDoError if the run is complete."""
         settings, environment = check_environment(settings)
         start = None if fresh else Start.of(settings, resume)
         if start is not None:

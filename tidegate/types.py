@@ -47,7 +47,7 @@ class Outcome(StrEnum):
     `InfrastructureError`) failed."""
     REWARD_ERROR = "reward_error"
     """A reward function raised, exceeded its timeout, or did not return a finite number, or the reply of
-    a judge was no verdict."""
+    a judge was invalid."""
     TIMEOUT = "timeout"
     """The agent did not return before its deadline."""
     CANCELLED = "cancelled"
@@ -60,7 +60,7 @@ class Outcome(StrEnum):
         return self in (Outcome.COMPLETED, Outcome.TRUNCATED)
 
     @property
-    def blameless(self) -> bool:
+    def is_infrastructure_failure(self) -> bool:
         """Whether neither the policy nor the task caused it; it is never charged to a task."""
         return self in (Outcome.INFRA_ERROR, Outcome.CANCELLED)
 
@@ -86,7 +86,7 @@ class Task:
     messages: Sequence[Message]
     """The prompt."""
     answer: Any = None
-    """The right answer, or a list of them. Only rewards see it."""
+    """The right answer, or a list of them. Passed to rewards only."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Further values for rewards, serialisable as JSON. Agents do not see them."""
 
@@ -155,7 +155,7 @@ class Turn:
     logprobs: Logprobs
     """Log-probability of each sampled id, as reported by the engine; shape [output]."""
     version_spans: tuple[VersionSpan, ...]
-    """Policy versions of the output tokens, as attested by the engine."""
+    """Policy versions of the output tokens, as reported by the engine."""
     finish_reason: str
     """`stop`, `length`, or CLIENT_CLOSED."""
     temperature: float
@@ -212,7 +212,7 @@ class Turn:
         return min(versions, default=None)
 
     def token_versions(self) -> npt.NDArray[np.int64]:
-        """Returns the version of each output token, −1 if the engine attested none; shape [output]."""
+        """Returns the version of each output token, −1 if the engine reported none; shape [output]."""
         versions = np.full(len(self.output_ids), -1, dtype=np.int64)
         for version, start, end in self.version_spans:
             versions[start:end] = version
@@ -249,7 +249,7 @@ class ToolCall:
     error: bool
     """Whether the tool refused or failed."""
     turn: int | None = None
-    """Index of the newest turn when the call began; None if there was none."""
+    """Index of the newest turn recorded before the call; None if there was none."""
     started: float = 0.0
     """Unix time of the call."""
     seconds: float = 0.0
@@ -356,7 +356,8 @@ class Group:
         )
 
     def rewards(self) -> list[float]:
-        """Returns the rewards in slot order; every trajectory of a sealed group has one."""
+        """Returns the rewards in slot order. Every trajectory of a sealed group has one; in other groups, of
+        which none is trained on, a missing reward is given as 0."""
         return [float(trajectory.reward or 0.0) for trajectory in self.trajectories]
 
     def solved(self) -> int:

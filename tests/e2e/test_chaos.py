@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 PLACES = ("checkpoint.marker.before", "leased.within")
 
 
-def test_a_short_chaos_loses_nothing_and_doubles_nothing(tmp_path: Path) -> None:
+def test_no_group_is_lost_or_trained_on_twice_under_random_kills(tmp_path: Path) -> None:
     small = ["--stateful", "--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "benchmarks/chaos.py", "--json", *small, f"--failpoints={','.join(PLACES)}"],

@@ -15,7 +15,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError
-from tidegate.evaluation.offers import Offers
+from tidegate.evaluation.offers import AttemptServer
 from tidegate.evaluation.sampler import SampledAttempt
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.groups.rewards import Scorer
@@ -79,7 +79,7 @@ class ModelEndpoint:
 @dataclass(slots=True)
 class _DirectAttempt:
     endpoint: ModelEndpoint
-    offers: Offers
+    offers: AttemptServer
     scorer: Scorer
     deadline_s: float
 
@@ -122,7 +122,7 @@ async def direct(
             f"env.use = {settings.env.use!r} has states or tools, which agents reach through a gateway: "
             "evaluate a model of your own, without --url"
         )
-    offers, key = Offers(), secrets.token_urlsafe(24)
+    offers, key = AttemptServer(), secrets.token_urlsafe(24)
     async with contextlib.AsyncExitStack() as stack:
         service = environment_server(settings, key, directory, LOOPBACK, 0)
         stack.push_async_callback(service.stop)

@@ -18,7 +18,7 @@ LATE_S = 3.0
 """Seconds after its deadline in which an attempt may still be reported, as at a gateway."""
 
 
-class Offers:
+class AttemptServer:
     """Serves the calls of workers (docs/remote.md) to the one process that an evaluation starts."""
 
     def __init__(self) -> None:

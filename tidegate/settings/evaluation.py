@@ -40,7 +40,8 @@ class EvalSettings(SettingsSection):
     """Training continues during the evaluations between the first and the last step."""
     engines: Annotated[int, Field(ge=0)] = 0
     """With `beside_training`: engines that keep the evaluated version and serve only the evaluation, which
-    then samples from this version alone. 0, or if too few engines are in service: all engines serve it."""
+    then samples from this version alone. 0, or if too few engines are in service: training and the evaluation
+    share all engines."""
     max_versions: Annotated[int, Field(ge=1)] = 2
     """With `beside_training` and without engines of its own: policy versions that an evaluation may sample
     from. A publish that would exceed it waits for the evaluation."""

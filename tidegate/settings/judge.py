@@ -50,8 +50,8 @@ class JudgeSettings(SettingsSection):
     environment_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """Factor of the environment's own reward; 0: training uses the judge alone."""
     attempts: Annotated[int, Field(ge=1)] = 3
-    """Calls before a verdict fails: the episode ends as infra_error, or as reward_error if a reply was no
-    verdict."""
+    """Calls before a verdict fails: the episode ends as infra_error, or as reward_error if a reply was
+    invalid."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
     """Deadline of one call."""
     max_concurrency: Annotated[int, Field(ge=1)] = 16

@@ -15,7 +15,8 @@ class PromotionSettings(SettingsSection):
     mode: Literal["always", "evaluated", "canary"] = "always"
     """When a version goes live. always: at once. evaluated: if its held-out reward is not lower than that of
     the live version by more than `margin`. canary: if a sequential test on the rewards of clients'
-    conversations shows that. Otherwise the policy and its optimiser go back to the live version."""
+    conversations shows that. Otherwise the policy and its optimiser are restored from the live
+    version."""
     margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
     """How much lower a candidate's mean reward may be."""
     engines: Annotated[int, Field(ge=1)] = 1

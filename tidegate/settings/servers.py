@@ -124,7 +124,8 @@ class ServedGateway(SettingsSection):
     recorded and given to the model."""
     conversation_rewards: list[str] = []
     """Functions `file.py:name` that score a client's conversation when it ends; their values are added to its
-    feedback. With any, conversations without feedback end as those with feedback do."""
+    feedback. If any are set, a conversation ends after
+    `conversation_idle_s` even without feedback."""
     reward_range: tuple[float, float] | None = None
     """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
     tracing: bool = False
@@ -136,7 +137,7 @@ class ServedGateway(SettingsSection):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
-            raise ValueError(f"reward_range = {list(self.reward_range)}: the first number must be the less")
+            raise ValueError(f"reward_range = {list(self.reward_range)}: the first number must be smaller")
         return self
 
     @property
@@ -165,7 +166,7 @@ class ServedEnv(SettingsSection):
     options: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
     workers: Annotated[int, Field(ge=1)] = 1
-    """Processes that compute rewards and have the states and tools of episodes."""
+    """Worker processes of the environment service: rewards, states and tools of episodes."""
     reward_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
     call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0

@@ -62,13 +62,13 @@ class TrainerSettings(SettingsSection):
     """Synchronous training: implies `max_staleness` = 0 and `publish_interval` = 1; other values are
     refused."""
     publish_interval: Annotated[int, Field(ge=1)] | Literal["never"] = 1
-    """Steps between publishes; the last step is always published. `never` is for benchmarks: the
-    engines keep their initial weights."""
+    """Steps between publishes; the last step is published, too. `never`, for benchmarks: no step
+    is, and the engines keep their initial weights."""
     publish_transport: Literal["files", "broadcast"] = "files"
     """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
     gloo). The files are written in either case, for engines that restart."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
-    """Failures of one slot, other than `infra_error`, before it is given up and its task quarantined."""
+    """Failures of one slot, other than `infra_error`, after which its task is quarantined."""
     max_infra_attempts: Annotated[int, Field(ge=1)] = 10
     """Failures of one slot that neither the policy nor its task caused (`infra_error`, or the agents' process
     exited) before it is given up. They never quarantine the task, and those of an outage do not count."""
@@ -80,8 +80,8 @@ class TrainerSettings(SettingsSection):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate; `linear` and `cosine` fall to a tenth at the last step."""
     ess_scaling: bool = False
-    """Multiply the learning rate of each step by √`ess_rows`, the root of the effective sample size of the
-    batch's sequences as a share (docs/losses.md)."""
+    """Multiply the learning rate of each step by √`ess_rows`, the square root of the normalised effective
+    sample size of the batch (docs/losses.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW on matrices."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -131,7 +131,8 @@ class TrainerSettings(SettingsSection):
     """mask: rewards of truncated episodes count in their group, but the episodes are not trained on (DAPO's
     overlong filtering)."""
     length_penalty: tuple[int, int] | None = None
-    """Two numbers of sampled tokens; between them the reward falls by up to 1 (DAPO's overlong penalty)."""
+    """Two numbers of sampled tokens, as [a, b]: the reward is reduced by 0 up to a tokens, by 1 from b
+    tokens, and linearly in between (DAPO's overlong penalty)."""
     microbatch_tokens: Annotated[int, Field(ge=64)] = 8192
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"

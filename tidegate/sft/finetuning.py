@@ -17,7 +17,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.config import Settings, TrainerSettings
 from tidegate.devices import find_device
-from tidegate.errors import ConfigError, NothingToDo, StorageError, TrainingError
+from tidegate.errors import ConfigError, NothingToDoError, StorageError, TrainingError
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.settings.losses import NLLLoss
@@ -215,9 +215,9 @@ class FineTuning:
         await asyncio.to_thread(checkpoints.save, self.dir, step, policy, state)
         checkpoints.prune(self.dir, self.settings.trainer.keep_checkpoints)
 
-    def nothing_to_do(self) -> NothingToDo:
+    def nothing_to_do(self) -> NothingToDoError:
         """Return the error of a start that would train nothing."""
-        return NothingToDo(
+        return NothingToDoError(
             f"the fine-tuning in {self.dir} has taken all its {self.steps} steps; its result is "
             f"{self.dir / 'model'}. To continue, raise sft.epochs or sft.steps"
         )

@@ -170,7 +170,7 @@ class SimulatedRun:
             if self._rng.random() < self.scenario.agent.alike:
                 self._core.filter_group(group)
                 self._discard(group, "filtered")
-        for group in self._core.sweep():
+        for group in self._core.end_stale_groups():
             self._discard(group, "stale")
         selection = self._core.select_batch()
         if selection is not None:

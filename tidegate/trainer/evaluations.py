@@ -14,7 +14,7 @@ from tidegate.trainer.loop import unless_stopped
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.result import RunResult
-from tidegate.trainer.rollout.beside import BesideTraining, Evaluated
+from tidegate.trainer.rollout.beside import BackgroundEvaluation, Evaluated
 from tidegate.trainer.rollout.evaluator import Evaluator
 
 
@@ -40,7 +40,7 @@ class RunEvaluations:
     run_dir: Path
     evaluator: Evaluator
     publisher: Publisher
-    beside: BesideTraining | None
+    beside: BackgroundEvaluation | None
     best: BestCheckpoint
     stop_rollout: Callable[[], Awaitable[None]]
     record: Callable[[int, dict[str, float]], None]
@@ -100,7 +100,7 @@ class RunEvaluations:
         if self.beside is not None:
             await self.beside.close()
 
-    async def _beside(self, beside: BesideTraining, step: int, last: bool) -> dict[str, float]:
+    async def _beside(self, beside: BackgroundEvaluation, step: int, last: bool) -> dict[str, float]:
         """Collect the evaluation that ended since, and begin the one that is due after `step`."""
         due = self.evaluator.due(step)
         ended = await unless_stopped(self.stop, beside.collect(wait=last or due))

@@ -22,7 +22,8 @@ from tidegate.trainer.records.recorder import Recorder
 T = TypeVar("T")
 MAX_SKIPPED_STEPS = 3
 UNPUBLISHED_VERSION = -2
-"""Version of weights that are not published: no token was sampled from them."""
+"""Version of weights that are not published. No token was sampled from them, so that `mismatch_kl` has no
+tokens."""
 
 
 @dataclass(slots=True)
@@ -38,12 +39,12 @@ class Loop:
     checkpoint: Callable[[int], Awaitable[object]]
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
     credit: Credit
-    gate: Callable[[int], Awaitable[None]]
+    before_publish: Callable[[int], Awaitable[None]]
     """Waits until a version may be published."""
     promotion: Promotion | None = None
     """Tests versions before they go live; None: all do."""
     roll_back: Callable[[], Awaitable[object]] | None = None
-    """Carries out a roll-back that a person requested between steps."""
+    """Carries out a requested roll-back, between steps."""
     requested: Callable[[], bool] = lambda: False
     """Whether there is such a request."""
     step: int = 0
@@ -107,6 +108,8 @@ class Loop:
         return parts
 
     async def _backward(self, part: Batch) -> None:
+        """Train on a minibatch, with the version of the current weights: UNPUBLISHED_VERSION if no engine has
+        sampled from them."""
         published = self.step == 0 or self.settings.is_publish_step(self.step)
         version = self.admission.version if published else UNPUBLISHED_VERSION
         await asyncio.to_thread(self.policy.backward, part.rows(), version)
@@ -140,7 +143,7 @@ class Loop:
 
     async def _publish(self) -> dict[str, float]:
         began = time.monotonic()
-        await self.gate(self.admission.version + 1)
+        await self.before_publish(self.admission.version + 1)
         opened = time.monotonic()
         if self.promotion is not None:
             metrics = await self.promotion.publish(self.step)

@@ -87,7 +87,7 @@ def restore_admission(
     record(
         entry(
             "run", "started", epoch=epoch, step=start.step, version=start.version, position=position,
-            rules=rules.audited(),
+            rules=rules.for_ledger(),
         )
     )  # fmt: skip
     for task in sorted(past.quarantined) if start.lift_quarantine else ():
@@ -112,7 +112,7 @@ def restore_admission(
     others = [name for name in live if name not in reinstated and name not in cancelled]
     for name in [*reinstated, *others]:
         admission.resume_group(live[name] or _state(past, name, Phase.LEASED))
-    stale = admission.sweep()
+    stale = admission.end_stale_groups()
     leased = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
     return ResumedRun(admission, leased, stale, cancelled)
 

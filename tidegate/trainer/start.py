@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.config import SERVICE_SETTINGS, Settings
-from tidegate.errors import ConfigError, NothingToDo
+from tidegate.errors import ConfigError, NothingToDoError
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
@@ -35,7 +35,7 @@ class Start:
         """Return where the run starts.
 
         Raises ConfigError if the directory holds a run that is not resumed, none to resume, or one of another
-        model, and NothingToDo if the run has taken all its steps or reached `trainer.until`.
+        model, and NothingToDoError if the run has taken all its steps or reached `trainer.until`.
         """
         run_dir = settings.run_dir.absolute()
         used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
@@ -68,12 +68,12 @@ class Start:
         if start.open_groups():
             return start
         if (target := reached(run_dir, settings.trainer, start.step)) is not None:
-            raise NothingToDo(
+            raise NothingToDoError(
                 f"the run in {settings.run_dir} is complete: {target}. To continue, raise trainer.until"
             )
         if start.step >= settings.trainer.steps:
             how = "" if (settings.run_dir / SERVICE_SETTINGS).exists() else "--resume "
-            raise NothingToDo(
+            raise NothingToDoError(
                 f"the run in {settings.run_dir} has taken {start.step} steps, and trainer.steps = "
                 f"{settings.trainer.steps}: nothing is left to do. To continue, raise the limit: "
                 f"{how}--trainer.steps {2 * start.step}"

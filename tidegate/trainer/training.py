@@ -45,7 +45,7 @@ from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
-from tidegate.trainer.rollout.beside import BesideTraining
+from tidegate.trainer.rollout.beside import BackgroundEvaluation
 from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.evaluator import Episode, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
@@ -218,11 +218,11 @@ class Training:
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
-    def _beside(self) -> BesideTraining:
+    def _beside(self) -> BackgroundEvaluation:
         settings, pins = self.settings.eval, None
         if settings.engines:
             pins = CandidateEngines(self.gateway, self.engines, self.publisher, settings.engines, 0.0)
-        return BesideTraining(
+        return BackgroundEvaluation(
             self.evaluator.interim, self.publisher, self.engines, pins, settings.max_versions,
             self.observer.note,
         )  # fmt: skip

@@ -223,7 +223,7 @@ async def test_no_answer_is_a_failure_and_never_an_empty_result(
     assert sum(server.calls for server in servers) < 40  # backed off
 
 
-async def test_nobody_there_says_where() -> None:
+async def test_a_connection_error_names_the_address() -> None:
     url = nobody()
     async with SearchClient(url, timeout_s=0.5) as client:
         with pytest.raises(RetrievalUnavailable, match=f"{url} cannot be reached"):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tidegate.config import Settings, load_settings
-from tidegate.errors import ConfigError, NothingToDo, StartError
+from tidegate.errors import ConfigError, NothingToDoError, StartError
 from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
@@ -152,9 +152,9 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
 
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4)
-    with pytest.raises(NothingToDo, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
+    with pytest.raises(NothingToDoError, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
         Start.of(settings, resume=True)
-    assert NothingToDo.exit_code == 0
+    assert NothingToDoError.exit_code == 0
 
 
 def test_a_run_that_reached_its_target_has_nothing_to_resume(tmp_path: Path) -> None:
@@ -167,7 +167,9 @@ def test_a_run_that_reached_its_target_has_nothing_to_resume(tmp_path: Path) -> 
         trainer = settings.trainer.model_copy(update={"until": reward})
         return settings.model_copy(update={"trainer": trainer})
 
-    with pytest.raises(NothingToDo, match=r"after step 2, 0\.900, reached trainer\.until = 0\.9\. .* raise"):
+    with pytest.raises(
+        NothingToDoError, match=r"after step 2, 0\.900, reached trainer\.until = 0\.9\. .* raise"
+    ):
         Start.of(until(0.9), resume=True)
     assert Start.of(until(0.91), resume=True).step == 2
     assert Start.of(until(None), resume=True).step == 2

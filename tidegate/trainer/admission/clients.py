@@ -10,7 +10,7 @@ from tidegate.trainer.admission.state import GroupState
 from tidegate.types import Group
 
 
-def refusal(group: Group, rules: Rules, version: int, waiting: int, *, admissible: bool) -> str | None:
+def refusal_reason(group: Group, rules: Rules, version: int, waiting: int, *, admissible: bool) -> str | None:
     """Return why a client's group is refused, None if it is accepted.
 
     Args:

@@ -9,8 +9,8 @@ A group that a client formed enters by `accept`, as a leased one, or is refused.
 
 **Start rule.** A group may start if and only if outstanding groups < (max_staleness + 1) · groups_per_batch ·
 publish_interval. Outstanding groups are running, ready, leased, or trained on since the last publish: a
-trained group makes room only when the resulting version is live. With staleness 0 the run is therefore
-exactly synchronous. Groups that end stale, filtered or failed make room at once. Near the end of the run
+trained group stops counting only when the resulting version is live. With staleness 0 the run is therefore
+exactly synchronous. Groups that end stale, filtered or failed stop counting at once. Near the end of the run
 no group starts beyond what the remaining steps need. No group starts during a publish: it would sample
 from the previous weights and become stale one version sooner.
 
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission.clients import choose, refusal
+from tidegate.trainer.admission.clients import choose, refusal_reason
 from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.cursor import TaskCursor
 from tidegate.trainer.admission.outage import Outage
@@ -106,22 +106,25 @@ class Admission:
     def outstanding(self) -> int:
         return len(self.groups)
 
-    def running(self) -> int:
-        """Number of unsettled slots: episodes that run or will be attempted again."""
+    def unsettled_slots(self) -> int:
+        """Number of slots whose episode runs or will be attempted again."""
         return self._outstanding.unsettled
 
     def blocked_by(self) -> str | None:
         """Reason why no group may start now; None if one may start."""
-        if (outage := self.outage.why) is not None and (self.outage.down or self.running()):
+        if (outage := self.outage.why) is not None and (self.outage.down or self.unsettled_slots()):
             return f"an outage pauses the run: {outage}"
         if self.versions.publishing:
             return f"version {self.versions.reserved} is being published"
         if self.outstanding() >= self.rules.capacity:
-            return f"{self.outstanding()} groups are outstanding, which is the staleness bound's capacity"
-        if self.running() and self.running() + self.rules.group_size > self.rules.max_running:
-            return f"{self.running()} episodes are running; another group would exceed the concurrency limit"
+            return f"{self.outstanding()} groups are in flight, the limit that trainer.max_staleness allows"
+        if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.rules.max_running:
+            return (
+                f"{self.unsettled_slots()} episodes are in progress; another group would exceed "
+                "agent.max_concurrency"
+            )
         if (needed := self._needed()) is not None and needed <= 0:
-            return "the remaining steps have all the groups they need"
+            return "enough groups are in flight for the remaining steps"
         return None
 
     def _needed(self) -> int | None:
@@ -170,7 +173,7 @@ class Admission:
     # ------------------------------------------------------------------ ending
 
     def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptVerdict:
-        """Record that an episode ended. A trainable one holds its slot until the group ends."""
+        """Record the end of an attempt; return what follows from it. A successful one occupies its slot."""
         if (found := self._outstanding.slot_of(attempt)) is None:
             return AttemptVerdict.LATE
         group, number = found
@@ -198,8 +201,8 @@ class Admission:
         if self.outage.leaves_uncharged(attempt, outcome):
             details["spared"] = True
         else:
-            slot.infra_failures += outcome.blameless
-            slot.failures += not outcome.blameless
+            slot.infra_failures += outcome.is_infrastructure_failure
+            slot.failures += not outcome.is_infrastructure_failure
         self.failures[failure_cause(outcome, spared="spared" in details)] += 1
         state = State.CANCELLED if outcome is Outcome.CANCELLED else State.FAILED
         self._outstanding.end_attempt(attempt, state, outcome, why, **details)
@@ -239,7 +242,7 @@ class Admission:
         group = self.groups[group_id]
         for slot in group.slots:
             if slot.done is not None:
-                spared = self.outage.touched(slot.done)
+                spared = self.outage.overlapped(slot.done)
                 self.failures[failure_cause(outcome, spared=spared)] += 1
                 details = {"spared": True} if spared else {}
                 self._outstanding.end_attempt(slot.done, State.FAILED, outcome, why, **details)
@@ -247,10 +250,10 @@ class Admission:
         self.streaks.unranked += 1
         self._outstanding.end(group, State.FAILED)
 
-    def exhausts_attempts(self, attempt: str, outcome: Outcome) -> bool:
+    def would_quarantine(self, attempt: str, outcome: Outcome) -> bool:
         """Whether ending the attempt with this outcome quarantines its task."""
         found = self._outstanding.slot_of(attempt)
-        if outcome.trainable or outcome.blameless or found is None:
+        if outcome.trainable or outcome.is_infrastructure_failure or found is None:
             return False
         if self.outage.leaves_uncharged(attempt, outcome):
             return False
@@ -293,7 +296,7 @@ class Admission:
         oldest, newest = group.oldest_version(), group.newest_version()
         waiting = sum(self.groups[group_id].client == group.client for group_id in self._outstanding.leased)
         admissible = self.versions.admissible(oldest, newest)
-        why = refusal(group, self.rules, self.version, waiting, admissible=admissible)
+        why = refusal_reason(group, self.rules, self.version, waiting, admissible=admissible)
         if why is not None:
             return why
         self._outstanding.add_client_group(group, self.version)
@@ -311,8 +314,8 @@ class Admission:
         self.filtered_alike["solved"] += solved == episodes
         self.filtered_alike["failed"] += solved == 0
 
-    def sweep(self) -> list[str]:
-        """End every leased group that is too stale now, and return their ids."""
+    def end_stale_groups(self) -> list[str]:
+        """Enforce the staleness bound: end every leased group that exceeds it now, and return their ids."""
         leased = [self.groups[group_id] for group_id in self._outstanding.leased]
         stale = [group.id for group in leased if not self.versions.admissible(group.oldest, group.newest)]
         for group_id in stale:
@@ -324,7 +327,7 @@ class Admission:
 
         Returns exactly that many groups in order of completion, or None if there are fewer.
         """
-        self.sweep()
+        self.end_stale_groups()
         size = self.rules.groups_per_batch if number is None else number
         chosen = choose(self._outstanding.leased, self.groups, size, self.rules.client_limit(size))
         if len(chosen) < size:
@@ -380,7 +383,7 @@ class Admission:
     def roll_back(
         self, version: int, to: int, step: int, why: str, figures: Mapping[str, float] | None = None
     ) -> None:
-        """Abandon the versions after `to` up to `version`: `sweep` ends the groups with tokens of them."""
+        """Abandon the versions after `to` up to `version`; `end_stale_groups` ends their groups."""
         self.versions.roll_back(version, to, step, why, figures or {})
         self._outstanding.remove_unpublished()
 

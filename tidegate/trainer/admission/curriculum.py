@@ -24,8 +24,8 @@ TASK_MEMORY = 0.25
 KIND_MEMORY = 0.8
 """Factor of a kind's earlier episodes at each step."""
 SHARPNESS = 2
-"""A task whose group is half as likely to have different rewards as that of a task without a record is issued
-with the probability 2 to the power of minus this."""
+"""Exponent of P ÷ U in the probability of issuing a task; P is the probability that the rewards of its group
+differ, and U that of a task without a record."""
 PRIOR_EPISODES = 4.0
 """Number of episodes for which a kind's solve rate counts in the estimate of one of its tasks."""
 

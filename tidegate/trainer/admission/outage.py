@@ -30,10 +30,9 @@ class Outage:
     suspected: str | None = None
     probe: str | None = None
     _recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _over: int = 0
-    """Number of outages that ended."""
+    _ended_outages: int = 0
     _running: dict[str, int] = field(default_factory=dict)
-    """Attempt that runs, or whose group has not ended → value of `_over` when it started."""
+    """Attempt that runs, or whose group has not ended → `_ended_outages` when it started."""
 
     @property
     def why(self) -> str | None:
@@ -55,22 +54,22 @@ class Outage:
         self._record_change(before)
 
     def started(self, attempt: str) -> None:
-        self._running[attempt] = self._over
+        self._running[attempt] = self._ended_outages
         if self.suspected is not None:
             self.probe = attempt
 
-    def touched(self, attempt: str) -> bool:
+    def overlapped(self, attempt: str) -> bool:
         """Whether an outage was in progress at any time while the attempt ran."""
-        return self.why is not None or self._running.get(attempt, self._over) < self._over
+        return self.why is not None or self._running.get(attempt, self._ended_outages) < self._ended_outages
 
     def leaves_uncharged(self, attempt: str, outcome: Outcome) -> bool:
         """Whether a failure is charged to no budget: an outage was in progress while the attempt ran, and it
         was not a probe that ends the outage."""
-        return self.touched(attempt) and not (attempt == self.probe and outcome not in INCONCLUSIVE)
+        return self.overlapped(attempt) and not (attempt == self.probe and outcome not in INCONCLUSIVE)
 
     def ended(self, attempt: str, outcome: Outcome, why: str | None) -> None:
         """Record the outcome of an attempt that was not cancelled."""
-        before, infra, touched = self.why, outcome is Outcome.INFRA_ERROR, self.touched(attempt)
+        before, infra, overlapped = self.why, outcome is Outcome.INFRA_ERROR, self.overlapped(attempt)
         if not outcome.trainable:  # else its group may still fail
             self._running.pop(attempt, None)
         if attempt == self.probe:
@@ -78,7 +77,7 @@ class Outage:
             if outcome not in INCONCLUSIVE:
                 self.suspected = None
                 self._recent.clear()
-        elif not touched:
+        elif not overlapped:
             self._recent.append(infra)
             if infra and sum(self._recent) >= THRESHOLD:
                 cause = f", the last: {why.splitlines()[0]}" if why else ""
@@ -96,6 +95,6 @@ class Outage:
 
     def _record_change(self, before: str | None) -> None:
         now = self.why
-        self._over += before is not None and now is None
+        self._ended_outages += before is not None and now is None
         if (before is None) != (now is None):
             self.record(entry("run", "resumed" if now is None else "paused", why=now or before))

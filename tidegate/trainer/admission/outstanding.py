@@ -106,7 +106,7 @@ class OutstandingGroups:
         return groups
 
     def step(self, selection: BatchSelection, step: int) -> None:
-        """End the groups of a batch as `stepped`; they make room when the new version is live."""
+        """End the groups of a batch as `stepped`; they count as outstanding until the version is live."""
         untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
             group = self.by_id[group_id]

@@ -1,4 +1,4 @@
-"""Admission limits, and verdicts on ended attempts."""
+"""Admission limits, and what follows from the end of an attempt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Rules:
     max_attempts: int = 3
     """Failures of a slot after which it is settled and its task is quarantined."""
     max_infra_attempts: int = 10
-    """Failures of a slot without blame, outside outages, after which it is settled; no quarantine."""
+    """Infrastructure failures of a slot, outside outages, after which it is settled; no quarantine."""
     max_stale_retries: int = 2
     max_running: int = 1 << 30
     """Limit of concurrent episodes; a larger group runs alone."""
@@ -56,8 +56,8 @@ class Rules:
             seed=settings.run.seed,
         )
 
-    def audited(self) -> dict[str, int | None]:
-        """Return the rules that an audit checks the ledger against."""
+    def for_ledger(self) -> dict[str, int | None]:
+        """Return the rules for the ledger, which an audit checks its entries against."""
         names = (
             "groups_per_batch", "group_size", "min_group_size", "max_staleness", "max_attempts",
             "max_infra_attempts",

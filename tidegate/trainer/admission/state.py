@@ -24,11 +24,11 @@ class Phase(StrEnum):
     """Where an outstanding group is."""
 
     RUNNING = "running"
-    """Its agents run."""
+    """Its episodes are in progress."""
     READY = "ready"
     """It is sealed and waits at the gateway."""
     LEASED = "leased"
-    """The trainer holds it."""
+    """The trainer has leased it; it is in no batch yet."""
     SELECTED = "selected"
     """It is in the batch of the next step."""
     UNPUBLISHED = "unpublished"
@@ -42,7 +42,7 @@ class Slot:
     failures: int = 0
     """Failures charged to the task."""
     infra_failures: int = 0
-    """Failures without blame (`infra_error`, or the process of the agent exited) outside outages."""
+    """Failures counted towards `max_infra_attempts`: of infrastructure, outside outages."""
     issued: int = 0
     """Attempts issued so far."""
     running: str | None = None

@@ -51,9 +51,10 @@ def group_deviation(centred: Floats) -> float:
 
 
 def batch_deviation(groups: Sequence[Floats]) -> float:
-    """Return the standard deviation over all episodes of a batch, given its groups' centred returns.
+    """Return the root mean square of a batch's centred returns, over all its episodes.
 
-    See Hu et al., REINFORCE++, 2025: with the batch's mean as the baseline, or with the group's.
+    With the batch's mean as the baseline this is the batch's standard deviation, with the group's mean the
+    pooled deviation within groups (Hu et al., REINFORCE++, 2025).
     """
     return float(np.sqrt(np.concatenate([np.square(group).mean(axis=1) for group in groups]).mean()))
 

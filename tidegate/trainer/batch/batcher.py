@@ -35,7 +35,7 @@ class Batch:
     dropped: list[tuple[Group, State]]
     waited_s: float
     """Seconds that the trainer waited for it (`time/wait_for_batch`)."""
-    ready_s: float
+    queued_s: float
     """Mean seconds that its groups waited for the trainer (`time/batch_queue`)."""
     advantages: list[list[Advantage]] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Batch:
             groups,
             [dropped for part in parts for dropped in part.dropped],
             sum(part.waited_s for part in parts),
-            sum(part.ready_s * len(part.groups) for part in parts) / len(groups),
+            sum(part.queued_s * len(part.groups) for part in parts) / len(groups),
             [values for part in parts for values in part.advantages],
             scored_s=sum(part.scored_s for part in parts),
         )
@@ -141,7 +141,7 @@ class Batcher:
         started = time.monotonic()
         dropped: list[tuple[Group, State]] = []
         while True:
-            for group_id in self.admission.sweep():
+            for group_id in self.admission.end_stale_groups():
                 dropped.append(await self._drop(group_id, State.STALE))
             selection = self.admission.select_batch(number)
             if selection is not None:

@@ -93,7 +93,7 @@ class Microbatch:
     policy_top_nk: Tensor | None = None
     """log π_θ of these ids, with gradient; set by the forward pass."""
     idle: bool = False
-    """Computed only because other ranks compute: its weights are 0, and its values count nowhere."""
+    """Dummy microbatch that keeps the ranks in step: its weights are 0, and no metric includes it."""
 
     def old_logprobs(self, logprobs_n: Tensor) -> Tensor:
         """Return log π_old, given log π_θ; constant, [n]."""

@@ -32,7 +32,7 @@ class TrainSequence:
     advantages: npt.NDArray[np.float32]
     weight: float = 1.0
     """Weight of each trained token in the loss: 1 for a token mean, 1 ÷ the trajectory's trained tokens for a
-    sequence mean."""
+    mean over trajectories."""
     group_id: str = ""
     session_id: str = ""
     old: Logprobs | None = None

@@ -112,7 +112,7 @@ class RayProcesses:
         return weights if engine is None else await engine.deliver(weights)
 
     async def gather_logs(self) -> None:
-        """Copy the nodes' logs into the run's own logs, for ever."""
+        """Copy the nodes' logs into the run's own logs, until cancelled."""
         while True:
             await asyncio.sleep(GATHER_S)
             for process in self._all:

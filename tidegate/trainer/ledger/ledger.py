@@ -1,8 +1,8 @@
 """Append-only log of every attempt and group: each is entered once and ends once.
 
 `ledger.jsonl` has one entry per line, numbered by `seq`. Only the trainer writes it. A line is passed to the
-operating system before the decision it records takes effect, so a killed process loses nothing. `sync`
-protects it against a lost machine, and is called before a checkpoint's marker is written.
+operating system before the decision it records takes effect, so no entry is lost if the process is killed.
+`sync` protects it against a lost machine, and is called before a checkpoint's marker is written.
 """
 
 from __future__ import annotations

@@ -14,5 +14,6 @@ from tidegate.trainer.losses.parts import bounded, token_mean, token_ratio, weig
 
 
 def make(settings: CISPOLoss) -> Loss:
+    """Returns the loss with these settings."""
     weight = bounded(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return Loss(token_ratio, weighted(weight), token_mean)

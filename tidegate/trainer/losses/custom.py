@@ -12,6 +12,7 @@ from tidegate.trainer.losses.loss import Loss
 
 
 def make(settings: CustomLoss) -> Loss:
+    """Returns the loss with these settings."""
     loss = construct(load_object(settings.use, {}, "loss"), settings.options, "loss")
     if not isinstance(loss, Loss):
         raise ConfigError(

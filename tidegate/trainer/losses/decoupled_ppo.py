@@ -16,5 +16,6 @@ from tidegate.trainer.losses.parts import corrected, ppo_clip, proximal_ratio, t
 
 
 def make(settings: DecoupledPPOLoss) -> Loss:
+    """Returns the loss with these settings."""
     clipping = ppo_clip(settings.clip_low, settings.clip_high)
     return Loss(proximal_ratio, corrected(truncated(settings.importance_cap), clipping), token_mean)

@@ -26,6 +26,7 @@ THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
 def make(settings: DPPOLoss) -> Loss:
+    """Returns the loss with these settings."""
     divergence = total_variation if settings.divergence == "tv" else kl_divergence
     threshold = THRESHOLDS[settings.divergence] if settings.threshold is None else settings.threshold
 

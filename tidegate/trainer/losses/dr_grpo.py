@@ -15,5 +15,6 @@ from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, sequence_su
 
 
 def make(settings: DrGRPOLoss) -> Loss:
+    """Returns the loss with these settings."""
     clipping = sequence_masked(settings.sequence_mask, ppo_clip(settings.clip_low, settings.clip_high))
     return Loss(token_ratio, clipping, sequence_sum(settings.sequence_length))

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from tidegate.settings.losses import GRPOLoss
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, sequence_mean, token_ratio
+from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, token_ratio, trajectory_mean
 
 
 def make(settings: GRPOLoss) -> Loss:
+    """Returns the loss with these settings."""
     clipping = ppo_clip(settings.clip_low, settings.clip_high)
-    return Loss(token_ratio, sequence_masked(settings.sequence_mask, clipping), sequence_mean)
+    return Loss(token_ratio, sequence_masked(settings.sequence_mask, clipping), trajectory_mean)

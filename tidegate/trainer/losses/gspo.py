@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from tidegate.settings.losses import GSPOLoss
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.parts import gspo_token_ratio, ppo_clip, sequence_mean
+from tidegate.trainer.losses.parts import gspo_token_ratio, ppo_clip, trajectory_mean
 
 
 def make(settings: GSPOLoss) -> Loss:
-    return Loss(gspo_token_ratio, ppo_clip(settings.clip_low, settings.clip_high), sequence_mean)
+    """Returns the loss with these settings."""
+    return Loss(gspo_token_ratio, ppo_clip(settings.clip_low, settings.clip_high), trajectory_mean)

@@ -14,5 +14,6 @@ from tidegate.trainer.losses.parts import masked, sequence_ratio, token_mean, to
 
 
 def make(settings: MaskedISLoss) -> Loss:
+    """Returns the loss with these settings."""
     ratio = token_ratio if settings.level == "token" else sequence_ratio
     return Loss(ratio, weighted(masked(settings.importance_cap)), token_mean)

@@ -17,6 +17,7 @@ from tidegate.trainer.losses.parts import token_mean
 
 
 def make(settings: NLLLoss) -> Loss:
+    """Returns the loss with these settings."""
     return Loss(_no_ratio, _log_likelihood, token_mean)
 
 

@@ -128,17 +128,17 @@ def corrected(weight: Weight, surrogate: Surrogate) -> Surrogate:
 
 
 def truncated(cap: float) -> Weight:
-    """min(r, cap)."""
+    """Returns the weight r ↦ min(r, cap)."""
     return bounded(0.0, cap)
 
 
 def bounded(lowest: float, highest: float) -> Weight:
-    """clip(r, lowest, highest)."""
+    """Returns the weight r ↦ clip(r, lowest, highest)."""
     return lambda ratio_n: (ratio_n.clamp(lowest, highest), (ratio_n < lowest) | (ratio_n > highest))
 
 
 def masked(cap: float) -> Weight:
-    """r up to cap, 0 above: drops tokens from which the policy has moved too far."""
+    """Returns the weight r ↦ r up to cap, 0 above: no gradient for tokens whose ratio exceeds the cap."""
     return lambda ratio_n: (torch.where(ratio_n > cap, 0.0, ratio_n), ratio_n > cap)
 
 
@@ -150,7 +150,7 @@ def token_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
     return [1.0] * len(rows), float(sum(row.trained for row in rows))
 
 
-def sequence_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+def trajectory_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
     """Weighs every trajectory 1, over all its rows; N is the number of trajectories."""
     tokens = _tokens_by_trajectory(rows)
     weights = [1.0 / tokens[row.session_id] if row.trained else 0.0 for row in rows]
@@ -162,7 +162,7 @@ def sequence_sum(length: int) -> Aggregation:
     tokens of long episodes weigh no less (Liu et al., 2025, §3.2)."""
 
     def aggregation(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
-        _, trajectories = sequence_mean(rows)
+        _, trajectories = trajectory_mean(rows)
         return [1.0] * len(rows), trajectories * length
 
     return aggregation

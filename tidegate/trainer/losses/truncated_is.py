@@ -17,5 +17,6 @@ from tidegate.trainer.losses.parts import sequence_ratio, token_mean, token_rati
 
 
 def make(settings: TruncatedISLoss) -> Loss:
+    """Returns the loss with these settings."""
     ratio = token_ratio if settings.level == "token" else sequence_ratio
     return Loss(ratio, weighted(truncated(settings.importance_cap)), token_mean)

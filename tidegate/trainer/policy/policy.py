@@ -75,10 +75,9 @@ class Policy:
 
     Attributes:
         steps: number of batches trained on.
-        non_finite: groups that made an optimiser step of the last batch not finite; empty if all steps were
-            taken.
-        untrained: groups of the last batch on which no step was taken: those of the step that was not finite
-            and of the steps after it.
+        non_finite: ids of the groups whose loss or gradient was not finite in the last batch.
+        untrained: ids of the groups of the last batch on which no optimiser step was taken: those of the
+            step that was not finite and of the steps after it.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ async def start_processes(
 
     async def start_gateway() -> GatewayClient:
         if settings.gateway.url is not None:
-            return await _lead_gateway(settings, stack)
+            return await _connect_to_gateway(settings, stack)
         if settings.agent.source != "client":
             keys.update(await _start_environments(settings, run_dir, supervisor, note, stack, provider))
         gateway_server = provider.gateway(settings, run_dir, keys, journal)
@@ -138,7 +138,7 @@ async def supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
         note(f"the {server.name} is back")
 
 
-async def _lead_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
+async def _connect_to_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
     """Return a client of the gateway at `gateway.url`. Raises StartError if none answers."""
     url = str(settings.gateway.url)
     client = GatewayClient(url, settings.gateway.admin_key or key_from_environment(ADMIN_KEY))

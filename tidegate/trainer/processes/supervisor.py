@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tidegate.errors import StalledError
+from tidegate.errors import NoProgressError
 
 T = TypeVar("T")
 
@@ -62,12 +62,12 @@ class TaskSupervisor:
 async def watchdog(
     limit_s: float, last_progress: Callable[[], float], describe: Callable[[], str], check_s: float = 2.0
 ) -> None:
-    """Raises StalledError after `limit_s` without progress, with `describe()` in its message."""
+    """Raises NoProgressError after `limit_s` without progress, with `describe()` in its message."""
     while True:
         await asyncio.sleep(min(check_s, limit_s / 4))
         idle = time.monotonic() - last_progress()
         if idle > limit_s:
-            raise StalledError(
+            raise NoProgressError(
                 f"no progress for {idle:.0f} s (the watchdog's limit is {limit_s:g} s); {describe()}"
             )
 

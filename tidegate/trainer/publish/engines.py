@@ -132,7 +132,7 @@ class EngineMembership:
     # -- changes to the gateway's list
 
     async def watch(self) -> None:
-        """Poll the gateway's list for ever and handle engines that join or leave."""
+        """Poll the gateway's list until cancelled and handle engines that join or leave."""
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group

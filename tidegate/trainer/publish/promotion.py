@@ -51,8 +51,8 @@ class Promotion:
         restore: Returns the policy and its optimiser to the live version.
         note: Receives messages.
         stop: Set when the run is to end; a test then ends without a result.
-        requested: Returns what a person decided about the candidate: promote (True), roll back (False), or
-            nothing so far (None).
+        requested: Returns the manual decision about the candidate: promote (True), roll back (False), or none
+            so far (None).
         progress: Receives the candidate's version and the comparison so far, at each look of a canary.
 
     Attributes:

@@ -148,7 +148,10 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def check_samples(self) -> None:
-        """Raises IncompatibleEngineError if an engine's tokens cannot be trained on; skips silent engines."""
+        """Raises IncompatibleEngineError if an engine's tokens cannot be trained on.
+
+        Engines that do not respond are skipped.
+        """
         async with aiohttp.ClientSession() as http:
             checks = [EngineControl(url, http).check_sample() for url in self.engines()]
             for result in await asyncio.gather(*checks, return_exceptions=True):

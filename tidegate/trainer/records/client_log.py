@@ -56,7 +56,7 @@ class ClientLog:
         )
 
     async def watch(self, gateway: GatewayClient) -> None:
-        """Record the conversations that end without a reward, for ever."""
+        """Record the conversations that end without a reward, until cancelled."""
         while True:
             with contextlib.suppress(GatewayError):  # a restarting gateway; repeated later
                 self.ended(await gateway.list_groups())

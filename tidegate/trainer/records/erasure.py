@@ -37,7 +37,7 @@ class Erasure:
     """Withdraws groups that wait for a batch."""
 
     async def watch(self) -> None:
-        """Erase again what an earlier start of the run was to erase, then poll for ever."""
+        """Erase again what an earlier start of the run was to erase, then poll until cancelled."""
         if self.done:
             await self.files.erase(self.done)
         while True:

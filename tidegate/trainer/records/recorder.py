@@ -65,7 +65,7 @@ class Recorder:
         self.judge.add(trained + dropped)
         return {
             "time/wait_for_batch": batch.waited_s,
-            "time/batch_queue": batch.ready_s,
+            "time/batch_queue": batch.queued_s,
             **_statistics("staleness", batch.selection.staleness, ("mean", "max")),
             **_statistics("staleness_steps", self._ages_in_steps(batch.selection, step - 1), ("mean", "max")),
             # Includes filtered groups, as the trend would be biased without those of equal rewards.

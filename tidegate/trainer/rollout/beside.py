@@ -28,7 +28,7 @@ class Evaluated:
 
 
 @dataclass(slots=True)
-class BesideTraining:
+class BackgroundEvaluation:
     """Runs one evaluation at a time in the background.
 
     Engines that `pins` reserves keep the evaluated version: they get no publish, and no calls of training.

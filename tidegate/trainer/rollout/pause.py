@@ -68,7 +68,7 @@ class Pause:
         why, now = self.admission.outage.why, self.clock()
         if why is not None and self._since is None:
             self.count, self._since, self._probes, self._next_probe = self.count + 1, now, 0, now
-            self.note(f"paused by an outage: {why}. Until it is over, one attempt at a time runs as a test")
+            self.note(f"paused by an outage: {why}. {self._until_over()}")
         elif why is None and self._since is not None:
             self.note(f"resumed: the outage lasted {now - self._since:.0f} s")
             self._past_s, self._since = self._past_s + now - self._since, None
@@ -77,6 +77,11 @@ class Pause:
             self._next_probe = now + backoff_s(self._probes, self._jitter)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def _until_over(self) -> str:
+        if self.engines_down:
+            return "Until it is over, no attempt starts"
+        return "Until it is over, one attempt at a time runs as a probe"
 
     async def wait(self) -> None:
         """Wait until an attempt may start; outside an outage return at once."""

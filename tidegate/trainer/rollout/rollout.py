@@ -168,7 +168,7 @@ class Rollout:
         await self._drop(group.id, State.FAILED, group)
 
     async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptVerdict:
-        """Attempt a slot until it is settled. A retry is a new attempt with a new session."""
+        """Attempt a slot until it is settled, and return what follows. A retry has a new session."""
         tried: list[Attempted] = []
         while True:
             await self.pause.wait()
@@ -176,7 +176,7 @@ class Rollout:
             outcome, why = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
-            if self.admission.exhausts_attempts(attempt, outcome):
+            if self.admission.would_quarantine(attempt, outcome):
                 self.dead_letter(task, group.id, slot, tried)
             probe = attempt == self.admission.outage.probe
             verdict = self.admission.end_attempt(attempt, outcome, why)
@@ -188,7 +188,7 @@ class Rollout:
             await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
 
     def _backoff_s(self, slot: Slot, outcome: Outcome) -> float:
-        if outcome.blameless:
+        if outcome.is_infrastructure_failure:
             return backoff_s(slot.infra_failures, self._jitter, INFRA_BACKOFF_MAX_S)
         return backoff_s(slot.failures, self._jitter)
 
@@ -267,7 +267,7 @@ class Rollout:
 
     async def stop(self) -> None:
         """End every running group as `cancelled`, and start no other."""
-        self._stopped = True  # before the groups end, as each end makes room for another
+        self._stopped = True  # before the groups end, as each end lets another start
         running = list(self._running.values())
         for task in running:
             task.cancel()

@@ -1,4 +1,4 @@
-"""The admission core: gate, bound, failures, replacement. Each rule has a test that fails without it."""
+"""The admission core: start rule, bound, failures, replacement. Without a rule its test fails."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Driver:
         return Counter(one["state"] for one in self.book if one["kind"] == kind and one["event"] == "ended")
 
 
-def test_gate_holds_at_the_formula_and_opens_at_the_publish() -> None:
+def test_no_group_starts_beyond_the_capacity_until_the_next_publish() -> None:
     driver = Driver(max_staleness=1, publish_interval=2)
     assert driver.core.rules.capacity == (1 + 1) * 2 * 2
     groups = [driver.ready(0) for _ in range(8)]
     assert driver.core.blocked_by() is not None
-    with pytest.raises(LedgerError, match="cannot start a group for task task8: 8 groups are outstanding"):
+    with pytest.raises(LedgerError, match="cannot start a group for task task8: 8 groups are in flight"):
         driver.start()
     selection = driver.core.select_batch()
     assert selection is not None
@@ -104,7 +104,7 @@ def test_without_a_bound_everything_known_is_admissible() -> None:
     assert not driver.core.versions.admissible(None)
 
 
-def test_sweep_happens_at_the_cut_and_recycles_with_a_budget() -> None:
+def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again() -> None:
     driver = Driver(max_staleness=0, max_stale_retries=1)
     first, second = driver.ready(0), driver.ready(0)
     driver.core.versions.live = driver.core.versions.reserved = 1
@@ -218,14 +218,14 @@ def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
     driver = Driver(max_attempts=2)
     group = driver.start()
     first = driver.core.start_attempt(group, 0)
-    assert not driver.core.exhausts_attempts(first, Outcome.TIMEOUT)
+    assert not driver.core.would_quarantine(first, Outcome.TIMEOUT)
     driver.core.end_attempt(first, Outcome.TIMEOUT)
-    assert not driver.core.exhausts_attempts(first, Outcome.TIMEOUT), "it ended already"
+    assert not driver.core.would_quarantine(first, Outcome.TIMEOUT), "it ended already"
     second, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert not driver.core.exhausts_attempts(second, Outcome.CANCELLED)
-    assert not driver.core.exhausts_attempts(second, Outcome.COMPLETED)
-    assert not driver.core.exhausts_attempts(other, Outcome.TIMEOUT)
-    assert driver.core.exhausts_attempts(second, Outcome.TIMEOUT)
+    assert not driver.core.would_quarantine(second, Outcome.CANCELLED)
+    assert not driver.core.would_quarantine(second, Outcome.COMPLETED)
+    assert not driver.core.would_quarantine(other, Outcome.TIMEOUT)
+    assert driver.core.would_quarantine(second, Outcome.TIMEOUT)
     driver.core.end_attempt(second, Outcome.TIMEOUT)
     assert driver.core.quarantined == {"task0"}
 
@@ -234,9 +234,9 @@ def test_a_task_is_given_up_once() -> None:
     driver = Driver(max_attempts=1, group_size=3)
     group = driver.start()
     one, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert driver.core.exhausts_attempts(one, Outcome.TIMEOUT)
+    assert driver.core.would_quarantine(one, Outcome.TIMEOUT)
     driver.core.end_attempt(one, Outcome.TIMEOUT)
-    assert not driver.core.exhausts_attempts(other, Outcome.TIMEOUT), "the group may still be partial"
+    assert not driver.core.would_quarantine(other, Outcome.TIMEOUT), "the group may still be partial"
 
 
 def test_versions_only_rise_and_are_announced_first() -> None:
@@ -289,7 +289,7 @@ def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
 def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced() -> None:
     driver = Driver(max_staleness=2, steps=2)
     groups = [driver.ready(0) for _ in range(4)]
-    assert "have all the groups they need" in (driver.core.blocked_by() or "")
+    assert "enough groups are in flight" in (driver.core.blocked_by() or "")
     driver.core.filter_group(groups.pop())
     groups.append(driver.ready(0))
     for step in (1, 2):
@@ -384,15 +384,15 @@ def test_a_group_whose_slowest_episode_runs_holds_one_place_and_not_all() -> Non
     core = driver.core
     slow = [driver.start(), driver.start()]
     attempts = {group: [core.start_attempt(group, slot) for slot in range(4)] for group in slow}
-    assert "8 episodes are running" in (core.blocked_by() or "")
+    assert "8 episodes are in progress" in (core.blocked_by() or "")
     for group in slow:
         for attempt in attempts[group][:-2]:
             core.end_attempt(attempt, Outcome.COMPLETED)
-    assert core.running() == 4
+    assert core.unsettled_slots() == 4
     third = driver.start()
     assert core.blocked_by() is not None
     core.end_stale(third)
-    assert core.running() == 4, "what ends gives its places back"
+    assert core.unsettled_slots() == 4, "what ends gives its places back"
 
 
 def test_a_group_larger_than_the_limit_runs_alone() -> None:
@@ -415,8 +415,8 @@ def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> Non
         "the first of its own"
     )
     last = driver.core.start_attempt(group, 0)
-    assert driver.core.exhausts_attempts(last, Outcome.AGENT_ERROR)
-    assert not driver.core.exhausts_attempts(last, Outcome.INFRA_ERROR)
+    assert driver.core.would_quarantine(last, Outcome.AGENT_ERROR)
+    assert not driver.core.would_quarantine(last, Outcome.INFRA_ERROR)
     assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptVerdict.FAILED
     assert driver.core.quarantined == set()
     assert driver.ends() == {"failed": 1}
@@ -452,7 +452,7 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     driver = Driver(max_attempts=1, groups_per_batch=8)
     core, groups = driver.core, outage(driver)
     probe = core.start_attempt(groups[0], 0)
-    assert core.exhausts_attempts(probe, Outcome.AGENT_ERROR)
+    assert core.would_quarantine(probe, Outcome.AGENT_ERROR)
     assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
     assert core.outage.why is None
     assert core.quarantined == {"task0"}
@@ -476,7 +476,7 @@ def test_failures_while_no_engine_responds_are_not_charged() -> None:
     core.outage.set_down("no engine serves")
     assert "no engine serves" in str(core.blocked_by())
     for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
-        assert not core.exhausts_attempts(attempt, outcome)
+        assert not core.would_quarantine(attempt, outcome)
         assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
     assert not core.outage.may_attempt()
     assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]

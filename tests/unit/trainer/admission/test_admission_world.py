@@ -50,7 +50,7 @@ def test_a_run_with_outages_continues_and_quarantines_no_task(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_long_world_learns_something(seed: int) -> None:
+def test_a_simulated_run_makes_progress(seed: int) -> None:
     rules = Rules(4, 4, 3, 2, publish_interval=1 + seed % 2)
     world = World(rules, random.Random(seed), crash_rate=0.001, client_rate=0.02)
     world.run(8_000)

@@ -65,12 +65,12 @@ class Broken:
         outcome = Outcome.COMPLETED
         if touched and self.rng.random() < 0.9:
             outcome = Outcome.INFRA_ERROR
-            known = self.core.outage.touched(attempt)
+            known = self.core.outage.overlapped(attempt)
             if known and attempt == self.core.outage.probe:
                 outcome = self.rng.choice((outcome, Outcome.TIMEOUT, Outcome.REWARD_ERROR))
             elif known:
                 outcome = self.rng.choice((outcome, Outcome.CANCELLED, *CHARGED))
-        assert not self.core.exhausts_attempts(attempt, outcome)
+        assert not self.core.would_quarantine(attempt, outcome)
         if self.core.end_attempt(attempt, outcome) is AttemptVerdict.READY:
             self.core.cancel_group(attempt.rpartition(".")[0].rpartition(".")[0])
 
@@ -113,7 +113,7 @@ def test_a_failure_after_an_outage_that_began_during_the_attempt_is_not_charged(
     core.outage.set_down("no engine serves")
     core.outage.set_down(None)
     later = core.start_attempt(group, 1)
-    assert not core.exhausts_attempts(attempt, outcome)
+    assert not core.would_quarantine(attempt, outcome)
     assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
     assert core.failures == {f"{outcome.value}_in_outage": 1}
     assert book[-1].get("spared")

@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> Path:
     with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
         rules = Rules(2, 2, 2, 1, max_attempts=2)
         core = Admission(rules, ledger.record)
-        started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.audited())
+        started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.for_ledger())
         ledger.record(started)
         metrics.write('{"step": 0}\n')
         for step in range(1, 4):

@@ -36,7 +36,9 @@ class Stage:
         self.dir = run_dir
         (run_dir / "config.toml").write_text(sections.dump(Settings.model_validate(RAW)))
         self.core = Admission(RULES, self.record)
-        self.record(entry("run", "started", epoch=1, step=0, version=0, position=None, rules=RULES.audited()))
+        self.record(
+            entry("run", "started", epoch=1, step=0, version=0, position=None, rules=RULES.for_ledger())
+        )
 
     def record(self, line: LedgerEntry) -> None:
         with Ledger(self.dir / "ledger.jsonl") as ledger:

@@ -446,10 +446,10 @@ def test_every_loss_has_a_formula():
 
 OWN_LOSS = """
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.parts import ppo_clip, sequence_mean, token_ratio
+from tidegate.trainer.losses.parts import ppo_clip, token_ratio, trajectory_mean
 
 def clipped(low, high=0.2):
-    return Loss(token_ratio, ppo_clip(low, high), sequence_mean)
+    return Loss(token_ratio, ppo_clip(low, high), trajectory_mean)
 
 def nothing():
     return None

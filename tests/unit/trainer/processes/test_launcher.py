@@ -170,7 +170,7 @@ async def test_a_gateway_that_does_not_answer_is_named_before_the_run_starts(tmp
     settings = load_settings(None, ["--model.path=x", "--gateway.url=http://127.0.0.1:9"])
     async with contextlib.AsyncExitStack() as stack:
         with pytest.raises(StartError, match=r"gateway\.url = http://127\.0\.0\.1:9: cannot reach"):
-            await launcher._lead_gateway(settings, stack)
+            await launcher._connect_to_gateway(settings, stack)
 
 
 def test_the_epochs_and_versions_of_runs_that_lead_one_gateway_rise(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tidegate.errors import EngineError, StalledError
+from tidegate.errors import EngineError, NoProgressError
 from tidegate.trainer.loop import run_to_completion, unless_stopped
 from tidegate.trainer.processes.supervisor import TaskSupervisor, watchdog
 
@@ -86,9 +86,9 @@ async def test_closing_cancels_and_waits() -> None:
     assert cleaned == [True]
 
 
-async def test_the_watchdog_says_what_is_waited_for() -> None:
+async def test_the_message_of_the_watchdog_names_what_is_waited_for() -> None:
     long_ago = time.monotonic() - 100
-    with pytest.raises(StalledError, match=r"no progress for 100 s .* waits for 3 groups"):
+    with pytest.raises(NoProgressError, match=r"no progress for 100 s .* waits for 3 groups"):
         await watchdog(50, lambda: long_ago, lambda: "the trainer waits for 3 groups", check_s=0)
 
 

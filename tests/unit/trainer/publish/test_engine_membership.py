@@ -353,7 +353,9 @@ HAPPENINGS = st.one_of(
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(HAPPENINGS, max_size=25))
 @example([("join", "b"), ("tick", 6), ("join", "a"), ("kill", "b")])
-def test_whatever_joins_leaves_and_dies_no_call_reaches_other_weights(story: list[tuple[str, Any]]) -> None:
+def test_no_call_reaches_other_weights_under_random_membership(
+    story: list[tuple[str, Any]],
+) -> None:
     asyncio.run(_told(story))
 
 

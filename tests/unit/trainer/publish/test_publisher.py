@@ -131,7 +131,7 @@ async def test_an_engine_that_refuses_is_resumed_and_quarantined(
     assert engines[1].version == "1"
 
 
-async def test_an_engine_that_attests_another_version_is_not_believed(
+async def test_an_engine_with_the_wrong_version_is_taken_out_of_service(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
     engines[0].lies = "7"

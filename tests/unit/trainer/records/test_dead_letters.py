@@ -9,7 +9,7 @@ from tidegate.trainer.records.dead_letters import Attempted, DeadLetters
 from tidegate.types import Outcome, Task
 
 
-def test_a_letter_says_what_was_asked_and_why_each_attempt_failed(tmp_path: Path) -> None:
+def test_a_dead_letter_has_the_messages_and_the_error_of_each_attempt(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "How many?"}]
     tried = [
         Attempted("g1.0.1", Outcome.AGENT_ERROR, "ValueError: no"),

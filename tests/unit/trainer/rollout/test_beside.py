@@ -17,7 +17,7 @@ from tidegate.errors import ConfigError, GatewayError
 from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.rollout import beside as module
-from tidegate.trainer.rollout.beside import BesideTraining
+from tidegate.trainer.rollout.beside import BackgroundEvaluation
 from tidegate.trainer.rollout.evaluator import Evaluation
 
 
@@ -35,7 +35,7 @@ class World:
         self.notes: list[str] = []
         self.metrics = {"eval/reward": 0.5}
         world = cast(Any, self)
-        self.beside = BesideTraining(
+        self.beside = BackgroundEvaluation(
             self.evaluate, world, world, world if engines else None, max_versions, self.notes.append
         )
 

@@ -23,9 +23,7 @@ def test_a_run_without_workers_or_engines_waits_for_both() -> None:
     admission = Admission(rules, lambda _: None)
     pause = Pause(admission, notes.append, 60.0)
     pause.set_serving(False, NO_WORKER)
-    assert notes == [
-        f"paused by an outage: {NO_WORKER}. Until it is over, one attempt at a time runs as a test"
-    ]
+    assert notes == [f"paused by an outage: {NO_WORKER}. Until it is over, no attempt starts"]
     pause.set_serving(False)
     pause.set_serving(True, NO_WORKER)
     assert admission.outage.down == "no engine serves"
