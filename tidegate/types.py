@@ -243,7 +243,9 @@ class ToolCall:
     """One call of a tool of the task's environment, as the gateway recorded it."""
 
     name: str
+    """Name of the tool."""
     arguments: dict[str, Any]
+    """Arguments as the agent sent them."""
     result: str
     """What the agent received: the result, or the error's message."""
     error: bool
@@ -263,11 +265,15 @@ class Trajectory:
     """A session that has ended: its tree of turns, outcome and reward."""
 
     session_id: str
+    """Id of the session at the gateway."""
     task_id: str
+    """Id of the task."""
     env: str
     """Name of the environment that scored it."""
     split: Split
+    """`train` or `eval`."""
     outcome: Outcome
+    """How the episode ended (docs/glossary.md)."""
     turns: list[Turn]
     """In the order in which they ended; each refers to its parent by index."""
     group_id: str | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from docs.site.fields import with_fields
 from docs.site.reference import reference_pages, write
 from docs.site.sources import REPO, assets, page_sources, rewritten
 
@@ -19,7 +20,7 @@ def prepare(folder: Path = PAGES) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     pages = page_sources()
     texts = {
-        page: rewritten((REPO / source).read_text(encoding="utf-8"), source, page, pages)
+        page: rewritten(with_fields((REPO / source).read_text(encoding="utf-8")), source, page, pages)
         for page, source in pages.items()
     }
     write(folder, texts | reference_pages())

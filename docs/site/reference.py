@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from docs.site.sources import REPO
+from docs.site.tables import code, table
 from tidegate.cli import _parser
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
@@ -70,12 +71,12 @@ def settings_page() -> str:
         for key, default, meaning in known_keys(getattr(importlib.import_module(module), name)):
             if key not in seen:
                 section = key.rpartition(".")[0].partition(".")[0]
-                sections.setdefault(section, []).append((_code(key), _code(default), meaning))
+                sections.setdefault(section, []).append((code(key), code(default), meaning))
                 seen.add(key)
         for section, rows in sections.items():
             name = section or "Top level"
             text.append(f"## {name}" if command == "tidegate train" else f"## {name} of `{command}`")
-            text.append(_table(("setting", "default", "meaning"), rows))
+            text.append(table(("setting", "default", "meaning"), rows))
     return _joined(text)
 
 
@@ -136,7 +137,7 @@ def _call(title: str, operation: dict[str, Any], document: dict[str, Any]) -> li
     schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
     fields = _fields(_resolved(schema, document))
     heading = [f"### `{title}`", operation["summary"]]
-    return [*heading, _table(("field", "type", "meaning"), fields)] if fields else heading
+    return [*heading, table(("field", "type", "meaning"), fields)] if fields else heading
 
 
 def _resolved(schema: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
@@ -150,9 +151,9 @@ def _fields(schema: dict[str, Any]) -> list[tuple[str, str, str]]:
     required = schema.get("required", ())
     return [
         (
-            _code(name) + (" (required)" if name in required else ""),
+            code(name) + (" (required)" if name in required else ""),
             _type(field)
-            + (f", default {_code(json.dumps(field['default']))}" if field.get("default") else ""),
+            + (f", default {code(json.dumps(field['default']))}" if field.get("default") else ""),
             field.get("description", ""),
         )
         for name, field in schema.get("properties", {}).items()
@@ -165,7 +166,7 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     if "const" in field or "enum" in field:
-        return " or ".join(_code(json.dumps(value)) for value in field.get("enum", [field.get("const")]))
+        return " or ".join(code(json.dumps(value)) for value in field.get("enum", [field.get("const")]))
     if field.get("type") == "array":
         return f"array of {_type(field['items'])}" if field.get("items") else "array"
     return str(field.get("type", "any"))
@@ -178,17 +179,6 @@ def python_page() -> str:
         text.append(f"## {heading}")
         text += [f"::: {module}" for module in modules]
     return _joined(text)
-
-
-def _code(text: str) -> str:
-    return f"`{text}`" if text.strip() else ""
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    lines = [tuple(head)]
-    lines.append(tuple("---" for _ in lines[0]))
-    lines += [tuple(" ".join(cell.split()).replace("|", "\\|") for cell in row) for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _joined(parts: Iterable[str]) -> str:

@@ -88,7 +88,8 @@ def test_commands_flags_and_settings_exist(path: Path) -> None:
                 model = parser.get_default("settings_model")
                 assert known or (model and is_setting(flag, model)), f"tidegate {words[0]} has no --{flag}"
         for name in re.findall(
-            r"^(?:run|model|engine|gateway|agent|sampling|trainer|eval)\.(?!p[yt]$)[a-z_]+$", line
+            r"^(?:run|model|engine|gateway|agent|sampling|trainer|eval)\.(?!(?:p[yt]|safetensors)$)[a-z_]+$",
+            line,
         ):
             assert is_setting(name), f"there is no setting {name}"
         for target in re.findall(r"^make ([a-z-]+)", line):

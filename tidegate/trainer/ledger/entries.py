@@ -56,8 +56,11 @@ class LedgerEntry(TypedDict, total=False):
     """
 
     seq: int
+    """Position of the line in the file, from 0."""
     time: float
+    """Unix time in seconds."""
     kind: Kind
+    """`group`, `attempt` or `run`."""
     event: Literal[
         "issued",
         "ended",
@@ -72,36 +75,67 @@ class LedgerEntry(TypedDict, total=False):
         "paused",
         "resumed",
     ]
+    """Event: the list above names the fields of each."""
     id: str
+    """Id of the group or the attempt."""
     state: str
+    """State in which a group or attempt ended."""
     task: str
+    """Id of the task."""
     task_kind: str
+    """Kind of the task, for the curriculum."""
     index: int
+    """Index of the task in the environment's training split."""
     version: int
+    """Policy version: at its issue for a group, of the trainer for an ended one, of the event for the run."""
     to: int
+    """Version to which the run was rolled back."""
     candidate: bool
+    """Whether the version is tested before it goes live."""
     reward: float
+    """Mean reward of the candidate in its test."""
     live_reward: float
+    """Mean reward of the live version in the test."""
     live_episodes: int
+    """Number of rewards of the live version in the test."""
     untrained: int
+    """Number of groups of the batch that are in no step that was taken."""
     replaces: str | None
+    """Id of the stale group whose task is issued again; null for others."""
     client: str | None
+    """Name of the key whose client formed the group; null if the trainer issued it."""
     episodes: int
+    """Number of episodes with a reward, or that a client formed."""
     solved: int
+    """Number of episodes whose reward counts as solved."""
     step: int
+    """Step of the trainer."""
     oldest: int | None
+    """Oldest version among the sampled tokens."""
     newest: int | None
+    """Newest version among the sampled tokens."""
     staleness: int | None
+    """Versions between the trainer and the oldest one."""
     group: str
+    """Id of the group of an attempt."""
     slot: int
+    """Slot of the attempt in its group, from 0."""
     number: int
+    """Number of the attempt for its slot, from 1."""
     outcome: str | None
+    """Outcome of the episode (docs/glossary.md)."""
     why: str | None
+    """Cause, as text for readers."""
     spared: bool
+    """Whether an outage was in progress while it ran; its failure then counts towards no budget."""
     lost: bool
+    """Whether the process that ran its agent exited."""
     epoch: int
+    """Number of the start of the trainer, from 1."""
     position: int | None
+    """Position of the ledger in the checkpoint's marker from which the run resumed; null for a new run."""
     rules: dict[str, Any]
+    """Settings of admission that hold from this start."""
 
 
 def failure_cause(outcome: str, *, spared: bool) -> str:
