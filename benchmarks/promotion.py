@@ -32,6 +32,7 @@ from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.engines import EngineMembership
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_writer import VersionWriter
 
 EACH = 20
 """Number of worse candidates, and of equal ones."""
@@ -60,7 +61,7 @@ class Planter:
     def __init__(self, live: Path) -> None:
         self._live = live
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, dtype: str) -> None:
         shutil.copytree(
             self._live, directory, ignore=shutil.ignore_patterns("COMMITTED", "trainer.pt", "checksum.json")
         )
@@ -118,8 +119,8 @@ async def measure(directory: Path, live: Path) -> tuple[dict[str, Any], list[Che
         async def nothing(_: Any = None) -> None: ...
 
         publisher = Publisher(
-            directory / "weights", planter.save, membership.urls, nothing, membership.mark_unavailable,
-            membership.restore, (live, 0), 30.0,
+            VersionWriter(directory / "weights", planter.save), membership.urls, nothing,
+            membership.mark_unavailable, membership.restore, (live, 0), 30.0,
         )  # fmt: skip
         membership.set_publisher(publisher)
         promotion = settings.trainer.promotion

@@ -142,6 +142,7 @@ TORCH = {
     "trainer/checkpoint/checkpoint",
     "trainer/checkpoint/huggingface",
     "trainer/publish/broadcast",
+    "trainer/publish/version_writer",
     "trainer/distributed/fsdp",
     "trainer/policy/ranks",
     "trainer/policy/gradient",

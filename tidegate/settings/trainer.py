@@ -67,6 +67,9 @@ class TrainerSettings(SettingsSection):
     publish_transport: Literal["files", "broadcast"] = "files"
     """How weights reach engines: as files, or sent over a process group (NCCL if both sides are on GPUs, else
     gloo). The files are written in either case, for engines that restart."""
+    publish_full_every: Annotated[int, Field(ge=1)] = 8
+    """Versions from one that is written with all weights to the next; the ones between are written as
+    differences while these are smaller and faster. 1: all weights every time."""
     max_attempts: Annotated[int, Field(ge=1)] = 3
     """Failures of one slot, other than `infra_error`, after which its task is quarantined."""
     max_infra_attempts: Annotated[int, Field(ge=1)] = 10
@@ -140,8 +143,8 @@ class TrainerSettings(SettingsSection):
     ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of forward and backward passes. Parameters, gradients, AdamW's moments, checkpoints and
-    published weights are always float32."""
+    """Data type of forward and backward passes. Parameters, gradients, AdamW's moments and
+    checkpoints are always float32; weights are published in `engine.dtype`."""
     activation_checkpointing: bool = False
     """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
     memory for a third more arithmetic, with identical gradients."""

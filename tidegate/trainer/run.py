@@ -154,7 +154,7 @@ class Run:
         """Return the weights that engines should serve now, and their version."""
         if self._training is None:
             return self.start.weights, self.start.version
-        return self._training.publisher.current
+        return self._training.publisher.startable
 
     async def _load_policy(self, ranks: RankProcesses) -> Policy:
         base = base_model(self.settings, self.start.weights)

@@ -34,6 +34,7 @@ from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_requests import clear_request, read_request
+from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
@@ -211,8 +212,14 @@ class Training:
                 self.policy.weight_buckets, self.observer.note, device=settings.trainer.device
             )
             stack.callback(sender.close)
+        # SGLang loads whole models only; a node without the run's files has no base.
+        deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place
+        writer = VersionWriter(
+            self.dir / "weights", self.policy.save_weights, self.policy.weight_buckets,
+            settings.engine.dtype, settings.trainer.publish_full_every if deltas else 1, self.observer.note,
+        )  # fmt: skip
         return Publisher(
-            self.dir / "weights", self.policy.save_weights, self.engines.urls, self.rollout.cancel_stale,
+            writer, self.engines.urls, self.rollout.cancel_stale,
             self.engines.mark_unavailable, self.engines.restore, (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import tempfile
 from collections.abc import AsyncGenerator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -31,6 +33,7 @@ from tidegate.vllm.translate import (
     take_prompt,
     take_usage,
 )
+from tidegate.weights import delta_files
 
 LOADING = "loading"
 """Version of weights that are missing or partly loaded."""
@@ -56,6 +59,8 @@ class EngineAdapter:
         self._names = itertools.count()
         self._loading = asyncio.Lock()
         self._tokenizer_hash: str | None = None
+        self._whole = Path()
+        """Directory of the version that was last rebuilt from differences."""
 
     async def start(self, stack: contextlib.AsyncExitStack) -> None:
         """Start vLLM and wait until it serves; closing `stack` stops it. Raises StartError."""
@@ -63,6 +68,7 @@ class EngineAdapter:
         vocab_size, eos_ids = self.model.vocab_size, self.model.eos_ids
         text = await asyncio.to_thread(TokenDecoder.load, self.options.model)
         self._tokenizer_hash = text.tokenizer_hash
+        self._whole = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-vllm-")))
         stack.push_async_callback(self.process.stop)
         url = await self.process.start()
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
@@ -142,15 +148,19 @@ class EngineAdapter:
                 "flush_cache = false: vLLM's cache does not record the weight versions of its entries; "
                 "use true"
             )
-        await asyncio.to_thread(check_weights, update.directory, self._served, tied=self.model.tied)
         async with self._loading:
+            directory = update.directory
+            if delta_files.is_delta(directory):
+                directory = self._whole / "weights"  # vLLM reads whole models
+                await asyncio.to_thread(delta_files.materialise, update.directory, directory)
+            await asyncio.to_thread(check_weights, directory, self._served, tied=self.model.tied)
             label = update.version or self.version
             paused = self.paused
             if not paused:
                 await self.upstream.pause("abort" if update.abort_all else "wait")
             try:
                 await self._label(LOADING)
-                await self.upstream.reload(update.directory)
+                await self.upstream.reload(directory)
                 if not await self.upstream.reset_cache():
                     raise EngineError(
                         "vLLM did not reset its prefix cache after loading weights", retryable=True

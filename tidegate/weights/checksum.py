@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,7 @@ def of_tensor(name: str, data: Bytes) -> int:
 def of_files(directory: Path) -> int:
     """Return the checksum of all safetensors of a directory. Raises OSError, ValueError."""
     paths = sorted(directory.glob("*.safetensors"))
-    parts = (of_tensor(name, data) for path in paths for name, data in _tensors(path))
+    parts = (of_tensor(name, data) for path in paths for name, data in tensors_of_file(path))
     return sum(parts) % MODULUS
 
 
@@ -65,9 +65,9 @@ def find_damage(directory: Path) -> str | None:
     )
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Bytes]]:
-    """Yield the tensors of a safetensors file: header length, JSON header, bytes of the tensors."""
-    data = np.memmap(path, np.uint8, "r")
+def tensors_of_file(path: Path, mode: Literal["r", "r+"] = "r") -> Iterator[tuple[str, Bytes]]:
+    """Yield the tensors of a safetensors file, mapped in this mode. Raises OSError, ValueError."""
+    data = np.memmap(path, np.uint8, mode)
     size = int(data[:WORD].view("<u8")[0])
     header = json.loads(data[WORD : WORD + size].tobytes())
     for name, tensor in header.items():

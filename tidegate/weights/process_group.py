@@ -154,11 +154,12 @@ def transfer_s(size: int) -> float:
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
     """Return the checksum of tensors in host memory, as defined in `tidegate.weights.checksum`."""
-    return sum(of_tensor(name, _bytes(tensor)) for name, tensor in tensors) % MODULUS
+    return sum(of_tensor(name, bytes_of(tensor)) for name, tensor in tensors) % MODULUS
 
 
-def _bytes(tensor: Tensor) -> Bytes:
-    data: Bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: Tensor) -> Bytes:
+    """Return a tensor's values as bytes, which share its memory if it is contiguous and in host memory."""
+    data: Bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return data
 
 

@@ -22,6 +22,7 @@ from tidegate.trainer.publish import broadcast as sender
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights.process_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 
 
@@ -77,12 +78,12 @@ def publisher(stage: Stage, tmp_path: Path) -> Publisher:
     async def nothing(*_: object) -> None:
         return
 
-    def save(directory: Path) -> None:
+    def save(directory: Path, dtype: str) -> None:
         stage.model.save_pretrained(directory)
 
     return Publisher(
-        tmp_path, save, lambda: [stage.client.url], nothing, nothing, nothing, (stage.directory, 3), 20.0,
-        stage.sender,
+        VersionWriter(tmp_path, save, stage.buckets), lambda: [stage.client.url], nothing, nothing, nothing,
+        (stage.directory, 3), 20.0, stage.sender,
     )  # fmt: skip
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from tidegate.weights import checksum
+from tidegate.weights import checksum, delta_files
 from tidegate.weights.files import WeightsError, weight_files
+from tidegate.weights.process_group import bytes_of
 
 RECEIVED = "the received weights"
 """Name of weights without files in error messages."""
@@ -35,11 +37,13 @@ def converts_weights(hf_model: Any) -> bool:
 
 
 def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
-    """Reads a directory of safetensors and checks names, shapes and types against the live model, and the
-    bytes against their checksum file, if there is one.
+    """Reads a directory of safetensors, or of a difference, and checks names, shapes and types against the
+    live model, and the bytes against their checksum, if there is one.
 
     Raises WeightsError, which names the file or the tensor.
     """
+    if delta_files.is_delta(directory):
+        return _read_delta(hf_model, directory)
     files = weight_files(directory)
     if converts_weights(hf_model):
         weights = _read_converted(hf_model, directory)
@@ -84,6 +88,45 @@ def check_weights(
             raise WeightsError(f"{source}: {names} are tied in the model, but their values differ")
         pairs.append((tensor, values[0]))
     return CheckedWeights(pairs)
+
+
+def _read_delta(hf_model: Any, directory: Path) -> CheckedWeights:
+    """Applies a difference to the live weights, or to files if these are of another version."""
+    live = live_bytes(hf_model)
+    tensors = delta_files.restore(directory, live)
+    return check_weights(hf_model, restored_tensors(hf_model, tensors, directory), directory)
+
+
+def live_bytes(hf_model: Any) -> dict[str, delta_files.VersionTensor]:
+    """Returns the live parameters; of tied ones only the first."""
+    return {
+        name: delta_files.VersionTensor(bytes_of(value), value.element_size())
+        for name, value in hf_model.named_parameters()
+    }
+
+
+def restored_tensors(
+    hf_model: Any, tensors: Mapping[str, delta_files.VersionTensor], source: Path | str
+) -> Iterator[tuple[Path | str, str, Tensor]]:
+    """Yields the model's tensors, with the values of a version where it has them.
+
+    Raises WeightsError if a tensor of the version has another size or type.
+    """
+    missing = tensors.keys() - dict(hf_model.named_parameters()).keys()
+    if missing:
+        raise WeightsError(f"{source}: the model has no parameter {min(missing)!r}")
+    for names, tensor in _live_tensors(hf_model):
+        item = next((tensors[name] for name in names if name in tensors), None)
+        if item is None:
+            yield source, names[0], tensor
+            continue
+        if item.data.size != tensor.numel() * tensor.element_size():
+            raise WeightsError(
+                f"{source}: {names[0]!r} has {item.data.size} bytes, expected {tensor.nbytes}; the engine "
+                "needs the data type of the published weights (engine.dtype)"
+            )
+        values = torch.from_numpy(np.ascontiguousarray(item.data)).view(tensor.dtype)
+        yield source, names[0], values.reshape(tensor.shape)
 
 
 def _read_converted(hf_model: Any, directory: Path) -> CheckedWeights:

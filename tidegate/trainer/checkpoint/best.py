@@ -16,6 +16,7 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.errors import CheckpointError
 from tidegate.trainer.checkpoint.checkpoint import MARKER, TRAINER_STATE, sync_tree
+from tidegate.weights import delta_files
 
 LINK = "best"
 RECORD = "best.json"
@@ -45,7 +46,7 @@ class BestCheckpoint:
     def update_if_better(self, weights: Path, step: int, version: int, reward: float) -> bool:
         """Copy evaluated weights to `best`, unless an earlier policy has a higher reward.
 
-        Returns whether they were copied. Raises OSError.
+        Returns whether they were copied. Raises OSError, WeightsError.
         """
         if self.reward is not None and reward < self.reward:
             return False
@@ -54,7 +55,10 @@ class BestCheckpoint:
         try:
             with failpoints.around("best.copied"):
                 ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD)
-                shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
+                if delta_files.is_delta(weights):
+                    delta_files.materialise(weights, place)
+                else:
+                    shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
                 place.chmod(0o700)  # the base model's directory may be open to all
                 record = {"step": step, "version": version, "eval/reward": reward}
                 (place / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")

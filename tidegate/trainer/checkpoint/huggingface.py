@@ -85,6 +85,19 @@ def write_model(
         raise
 
 
+def cast(values: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Convert tensors of floats to a data type; tied ones, which share memory, stay tied."""
+    kind = getattr(torch, dtype)
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    result = {}
+    for name, value in values.items():
+        key = (value.data_ptr(), value.shape)
+        if value.is_floating_point() and value.dtype != kind and key not in made:
+            made[key] = value.to(kind)
+        result[name] = made.get(key, value)
+    return result
+
+
 def _write_tensors(directory: Path, model: Any, values: dict[str, Tensor]) -> None:
     try:
         model.save_pretrained(directory, state_dict=values)

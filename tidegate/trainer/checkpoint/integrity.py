@@ -13,7 +13,7 @@ from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.jsonl import complete_lines
 from tidegate.trainer.records.metrics import read_metrics
 
-_WEIGHTS = re.compile(r"v(\d+)")
+_WEIGHTS = re.compile(r"(?:delta-)?v(\d+)")
 
 
 class _InconsistentLedger(Exception):
@@ -68,6 +68,6 @@ def _check_entries(ledger: Path, checkpoint: Checkpoint | None) -> int:
 
 def _published(run_dir: Path) -> int:
     """Return the highest version in metrics and published weights; −1 if there is none."""
-    matches = (_WEIGHTS.fullmatch(path.name) for path in (run_dir / "weights").glob("v*"))
+    matches = (_WEIGHTS.fullmatch(path.name) for path in (run_dir / "weights").glob("*v*"))
     written = (int(match[1]) for match in matches if match)
     return max([-1, *written, *(int(line["version"]) for line in read_metrics(run_dir))])

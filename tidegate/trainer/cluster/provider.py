@@ -24,6 +24,8 @@ GATHER_S = 3.0
 class RayProcesses:
     """`ProcessProvider` of a Ray cluster. Created on the run's node."""
 
+    delivers_in_place = False
+
     def __init__(
         self,
         slots: ActorSlots,

@@ -20,7 +20,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.microbatch import padding_ratio
 from tidegate.trainer.batch.rows import TrainSequence, minibatches
-from tidegate.trainer.checkpoint.huggingface import read_model, tokenizer_files, write_model
+from tidegate.trainer.checkpoint.huggingface import cast, read_model, tokenizer_files, write_model
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
@@ -219,17 +219,18 @@ class Policy:
         return -total / sum(row.trained for row in rows)
 
     @collective
-    def save_weights(self, directory: Path, *, durable: bool = False) -> Path:
+    def save_weights(self, directory: Path, *, durable: bool = False, dtype: str = "float32") -> Path:
         """Write the model in Hugging Face format, with the base model's tokenizer and chat template.
 
         The directory is replaced atomically. An adapter is merged. `durable` also syncs the files to disk.
+        `dtype` is the data type of the written values.
 
         Raises:
             OSError: if a file cannot be written.
         """
         values = self._base_tensors(self.model.state_dict(keep_vars=True))
         if self.ranks.rank == 0:
-            write_model(directory, self.model, values, self._tokenizer, durable=durable)
+            write_model(directory, self.model, cast(values, dtype), self._tokenizer, durable=durable)
         return directory
 
     def weights(self) -> dict[str, Tensor]:

@@ -45,6 +45,8 @@ class ProcessProvider(Protocol):
 
     host: str
     """Address of this process as the others reach it."""
+    delivers_in_place: bool
+    """Whether engines read weights where the trainer wrote them, so that a difference finds its base."""
 
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
         """Return the run's own engines; none if `engine.urls` is set."""

@@ -217,6 +217,7 @@ class LocalProcesses:
     """`ProcessProvider` of this machine. Processes listen on loopback, unless `gateway.host` differs."""
 
     host = LOOPBACK
+    delivers_in_place = True
 
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
         def engine(index: int, name: str) -> Service:

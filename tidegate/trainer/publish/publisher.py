@@ -24,10 +24,13 @@ from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.service.backoff import backoff_s
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.version_writer import VERSION, VersionWriter
+from tidegate.weights import delta_files
+from tidegate.weights.files import WeightsError
 
 KEPT_VERSIONS = 2
-VERSION, CANDIDATE = "v{:06d}", "candidate-v{:06d}"
-"""Directories of a published version and of one that is tested first."""
+CANDIDATE = "candidate-v{:06d}"
+"""Directory of a version that is tested before it is published."""
 ATTEMPTS_BESIDE_OTHERS = 3
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 8.0
@@ -43,18 +46,16 @@ class Publisher:
     """Publishes to all engines at the same time.
 
     Args:
-        directory: directory of the published versions; absolute, as engines have other working directories.
-        save: writes the weights to a directory.
+        writer: writes the versions; its directory is absolute, as engines have other working directories.
         engines: returns the current control URLs of the engines.
         cancel_stale: cancels groups that become too stale with a version.
         quarantine: takes an engine out of service, with a reason; called if other engines could be updated.
         restore: returns an updated engine to service.
-        current: directory and number of the newest version, with which restarted engines start.
+        current: directory and number of the newest version.
         retry_s: how long to retry if no engine can be updated: the time that a restart may take.
     """
 
-    directory: Path
-    save: Callable[[Path], object]
+    writer: VersionWriter
     engines: Callable[[], Sequence[str]]
     cancel_stale: Callable[[int], Awaitable[None]]
     quarantine: Callable[[str, str], Awaitable[None]]
@@ -71,21 +72,28 @@ class Publisher:
     """Directory of a published version that is not removed."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
+    startable: tuple[Path, int] = field(init=False)
+    """Directory and number of the newest version with all weights, with which restarted engines start."""
+    _earlier: Path = field(init=False)
+    """Directory of the version before the current one, which an engine may still be loading."""
     _pending: set[str] = field(default_factory=set)
     _update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def __post_init__(self) -> None:
+        self.startable = self.current
+        self._earlier = self.current[0]
+
     async def publish(self, version: int) -> None:
         """Write the weights and load them on the engines; raises PublishError if all engines fail."""
-        weights = self.directory / VERSION.format(version)
         with failpoints.around("publish.weights"):
-            await asyncio.to_thread(self.save, weights)
+            weights = await asyncio.to_thread(self.writer.write, version)
         await self._go_live(weights, version)
 
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
-        weights = self.directory / CANDIDATE.format(version)
+        weights = self.writer.directory / CANDIDATE.format(version)
         with failpoints.around("publish.weights"):
-            await asyncio.to_thread(self.save, weights)
+            await asyncio.to_thread(self.writer.save, weights)
         return weights
 
     async def load_candidate(self, urls: Sequence[str], weights: Path, version: int) -> bool:
@@ -101,7 +109,8 @@ class Publisher:
 
     async def publish_candidate(self, weights: Path, version: int) -> None:
         """Make a candidate the current version, and load it on every engine."""
-        live = self.directory / VERSION.format(version)
+        live = self.writer.directory / VERSION.format(version)
+        self.writer.reset()
         with failpoints.around("publish.promoted"):
             await asyncio.to_thread(weights.replace, live)
         await self._go_live(live, version)
@@ -111,16 +120,23 @@ class Publisher:
 
     async def _go_live(self, weights: Path, version: int) -> None:
         await self.cancel_stale(version)
-        self.current = (weights, version)
-        await self.update_all(self.sender)
+        self._set_current(weights, version)
+        await self.update_all(self.sender, recover=True)
         self._prune()
 
-    async def update_all(self, sender: WeightBroadcaster | None = None) -> None:
+    def _set_current(self, weights: Path, version: int) -> None:
+        self._earlier, self.current = self.current[0], (weights, version)
+        if not delta_files.is_delta(weights):
+            self.startable = self.current
+        self._earlier = self.current[0]
+
+    async def update_all(self, sender: WeightBroadcaster | None = None, *, recover: bool = False) -> None:
         """Load the current version on every engine, including external ones with unknown weights.
 
         If other engines succeed, a failing one is taken out of service after ATTEMPTS_BESIDE_OTHERS attempts;
         the next publish to which it responds restores it. With a `sender`, engines load files only if sending
-        to them fails.
+        to them fails. With `recover`, all weights are written if an engine refuses a difference; the policy
+        must still be that of the version.
 
         Raises:
             PublishError: if no engine could be updated.
@@ -134,6 +150,9 @@ class Publisher:
                 sender.retain(urls)
                 engines = [EngineControl(url, http) for url in urls if url not in unresponsive]
                 sent = await sender.send(engines, version)
+            if recover and delta_files.is_delta(weights):
+                sent |= await self._load_delta(http, weights, version, unresponsive | sent)
+                weights = self.current[0]
             updated, failed = await self._update_in_rounds(http, weights, version, unresponsive, sent)
         if not updated:
             reasons = "; ".join(map(str, failed.values())) or "the run has none"
@@ -146,6 +165,24 @@ class Publisher:
             self.unavailable.add(url)
             self._pending.discard(url)
             await self.quarantine(url, str(failed[url]))
+
+    async def _load_delta(
+        self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str]
+    ) -> set[str]:
+        """Load a difference; if an engine refuses it, write all weights as the current version.
+
+        Returns the URLs of the engines that loaded it.
+        """
+        engines = [EngineControl(url, http) for url in self.engines() if url not in skipped]
+        results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
+        refused = [error for error in results if error is not None and not error.retryable]
+        if refused:
+            self.writer.on_refused(str(refused[0]))
+            full = await asyncio.to_thread(self.writer.write_full, version)
+            self._set_current(full, version)
+        elif engines:
+            self.writer.on_loaded()
+        return {engine.url for engine, error in zip(engines, results, strict=True) if error is None}
 
     async def check_samples(self) -> None:
         """Raises IncompatibleEngineError if an engine's tokens cannot be trained on.
@@ -269,10 +306,21 @@ class Publisher:
         await engine.load(path, version)
 
     def _prune(self) -> None:
-        """Remove all but the last two published versions, also incomplete ones and candidates."""
-        for candidate in self.directory.glob("candidate-v*"):
+        """Remove candidates, incomplete versions, all but the last two, and unneeded differences."""
+        directory = self.writer.directory
+        for candidate in directory.glob("candidate-v*"):
             shutil.rmtree(candidate, ignore_errors=True)
-        published = sorted(self.directory.glob("v*"), key=lambda path: (len(path.name), path.name))
-        for old in published[:-KEPT_VERSIONS]:
-            if old != self.kept:
+        roots = {self.current[0], self._earlier, self.kept or self.current[0]}
+        used = {path for root in roots for path in _used_by(root)}
+        published = sorted(directory.glob("v*"), key=lambda path: (len(path.name), path.name))
+        for old in [*published[:-KEPT_VERSIONS], *directory.glob("delta-v*")]:
+            if old not in used:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _used_by(weights: Path) -> set[Path]:
+    """Return the directories that a version needs."""
+    try:
+        return set(delta_files.chain(weights))
+    except WeightsError:  # it is damaged, and engines get the next version
+        return {weights}

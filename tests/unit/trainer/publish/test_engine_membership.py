@@ -18,6 +18,7 @@ from tidegate.trainer.publish import engines as engines_module
 from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engines import EngineMembership
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_writer import VersionWriter
 
 
 @dataclass
@@ -48,8 +49,8 @@ class World:
     def __post_init__(self) -> None:
         self.engines = EngineMembership(self, self.notes.append)  # type: ignore[arg-type]
         self.publisher = Publisher(
-            Path("/nowhere"), lambda _: None, self.engines.urls, _nothing, self.engines.mark_unavailable,
-            self.engines.restore, (Path("/nowhere/v0"), 0), 60.0,
+            VersionWriter(Path("/nowhere"), lambda place, dtype: None), self.engines.urls, _nothing,
+            self.engines.mark_unavailable, self.engines.restore, (Path("/nowhere/v0"), 0), 60.0,
         )  # fmt: skip
         self.engines.set_publisher(self.publisher)
 

@@ -21,6 +21,7 @@ from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights import process_group
 
 
@@ -97,7 +98,7 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
     async def quarantine(url: str, why: str) -> None:
         quarantined.append(url)
 
-    def save(directory: Path) -> None:
+    def save(directory: Path, dtype: str) -> None:
         directory.mkdir(parents=True)
         with open(directory / "model.safetensors", "wb") as file:
             file.truncate(SIZE)  # with nothing in it
@@ -108,7 +109,7 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
         restored.append(url)
 
     publisher = Publisher(
-        tmp_path, save, lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0), 0.05
+        VersionWriter(tmp_path, save), lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0), 0.05
     )
     return Stage(publisher, doomed, quarantined, restored, urls)
 
@@ -244,10 +245,10 @@ async def test_the_last_two_published_are_kept(
 
 
 async def test_a_failed_save_touches_no_engine(stage: Stage, engines: list[ControlEngine]) -> None:
-    def full(_: Path) -> None:
+    def full(_: Path, dtype: str) -> None:
         raise OSError(28, "No space left on device")
 
-    stage.publisher.save = full
+    stage.publisher.writer.save_weights = full
     with pytest.raises(OSError, match="No space"):
         await stage.publisher.publish(1)
     assert [engine.calls for engine in engines] == [[], []]
@@ -310,7 +311,13 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
         return
 
     publisher = Publisher(
-        tmp_path, lambda _: None, lambda: [engine.url], nothing, nothing, nothing, (tmp_path, 0), 5.0
+        VersionWriter(tmp_path, lambda place, dtype: None),
+        lambda: [engine.url],
+        nothing,
+        nothing,
+        nothing,
+        (tmp_path, 0),
+        5.0,
     )
     try:
         if words is None:

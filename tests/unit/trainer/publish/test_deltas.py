@@ -1,0 +1,74 @@
+"""Publishes as differences to the real engine: a damaged one is replaced by all weights."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.engine.engine_http import serving
+from tests.unit.test_delta import Stage
+from tidegate.engine.engine import Engine
+from tidegate.engine.options import EngineOptions
+from tidegate.trainer.publish.publisher import Publisher
+from tidegate.weights import delta_files
+
+
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[tuple[Stage, Engine, Publisher]]:
+    stage = Stage(tmp_path, "bfloat16")
+    engine = Engine.load(EngineOptions(tmp_path / "base", dtype="bfloat16"))
+
+    async def nothing(*_: object) -> None:
+        return
+
+    async with serving(engine) as client:
+        publisher = Publisher(
+            stage.writer, lambda: [client.url], nothing, nothing, nothing, (tmp_path / "base", 0), 5.0
+        )
+        yield stage, engine, publisher
+
+
+async def publish(stage: Stage, publisher: Publisher) -> Path:
+    stage.train()
+    await publisher.publish(stage.number)
+    stage.writer._full_s = 1e9
+    return publisher.current[0]
+
+
+async def test_differences_are_published_and_a_damaged_one_is_replaced(
+    stand: tuple[Stage, Engine, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, engine, publisher = stand
+    full = await publish(stage, publisher)
+    assert delta_files.is_delta(await publish(stage, publisher))
+    assert publisher.startable == (full, 1), "an engine that restarts needs all weights"
+    assert stage.is_live(engine.model.hf_model)
+
+    write = delta_files.write
+
+    def damaged(directory: Path, *arguments: object) -> None:
+        write(directory, *arguments)  # type: ignore[arg-type]
+        data = bytearray((directory / delta_files.FILE).read_bytes())
+        data[-9] ^= 1
+        (directory / delta_files.FILE).write_bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(delta_files, "write", damaged)
+        assert not delta_files.is_delta(await publish(stage, publisher))
+    assert "refused a difference" in stage.notes[-1]
+    assert stage.is_live(engine.model.hf_model)
+    assert engine.scheduler.version == "3"
+    assert delta_files.is_delta(await publish(stage, publisher)), "the next one is a difference again"
+    assert stage.is_live(engine.model.hf_model)
+
+
+async def test_directories_that_no_version_needs_are_removed(
+    stand: tuple[Stage, Engine, Publisher],
+) -> None:
+    stage, _, publisher = stand
+    for _ in range(10):
+        await publish(stage, publisher)
+    names = sorted(path.name for path in stage.writer.directory.iterdir())
+    assert names == ["delta-v000010", "v000005", "v000009"]

@@ -1,0 +1,131 @@
+"""Writes published versions: all weights every few versions, and the difference from the last one between.
+
+A difference is used only while it pays: it must have fewer bytes and take no more time than all weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tidegate.weights import delta_files
+from tidegate.weights.delta_files import VersionTensor
+from tidegate.weights.process_group import bytes_of
+
+VERSION, DELTA = "v{:06d}", "delta-v{:06d}"
+"""Directories of a version with all weights and of one that is a difference."""
+BUCKET_BYTES = 256 * 2**20
+WORTHWHILE = 0.7
+"""Largest size of a difference, as a share of all weights; above it reading and decoding cost more time."""
+SLOWER = 1.0
+"""Longest time to write a difference, as a multiple of the time to write all weights."""
+MOST_REFUSALS = 2
+"""Refused differences in a row after which the engines are taken for ones that cannot load any."""
+
+
+@dataclass(slots=True)
+class VersionWriter:
+    """Writes versions to a directory.
+
+    Args:
+        directory: directory of the published versions.
+        save_weights: writes all weights to a directory in a data type (None: as they are).
+        buckets: yields the parameters in host memory, in buckets of at most the given number of bytes.
+        dtype: data type of published weights, that of the engines.
+        full_every: number of versions from one with all weights to the next; 1: no differences.
+        note: prints a message.
+    """
+
+    directory: Path
+    save_weights: Callable[..., object]
+    buckets: Callable[[int], Iterator[dict[str, Tensor]]] = lambda max_bytes: iter(())
+    dtype: str = "float32"
+    full_every: int = 1
+    note: Callable[[str], None] = lambda message: None
+    full: Path | None = None
+    """Newest directory with all weights that was written here."""
+    _last: Path | None = None
+    _tensors: dict[str, VersionTensor] = field(default_factory=dict)
+    """The last version; empty until its first difference is computed."""
+    _checksum: int = 0
+    _differences: int = 0
+    """Differences since the last version with all weights."""
+    _pause: int = 0
+    """Versions for which no difference is computed, as one did not pay."""
+    _refusals: int = 0
+    _full_s: float = 0.0
+
+    def write(self, version: int) -> Path:
+        """Write a version and return its directory. Raises OSError."""
+        if self.full_every > 1 and self._last is not None and self._differences < self.full_every - 1:
+            if self._pause == 0:
+                place = self._write_delta(version)
+                if place is not None:
+                    return place
+                self._pause = self.full_every
+            self._pause -= 1
+        return self.write_full(version)
+
+    def write_full(self, version: int) -> Path:
+        """Write a version with all weights. Raises OSError."""
+        began = time.perf_counter()
+        place = self.directory / VERSION.format(version)
+        self.save(place)
+        self._full_s = time.perf_counter() - began
+        self.full = self._last = place
+        self._tensors, self._differences = self._current() if self.full_every > 1 else {}, 0
+        self._checksum = delta_files.checksum_of(self._tensors)
+        return place
+
+    def save(self, place: Path) -> None:
+        """Write all weights to a directory. Raises OSError."""
+        self.save_weights(place, dtype=self.dtype)
+
+    def reset(self) -> None:
+        """Forget the last version, as the engines have another one: the next is written with all weights."""
+        self._last = None
+        self._tensors = {}
+
+    def on_refused(self, reason: str) -> None:
+        """Count a difference that an engine refused; repeated refusals switch differences off."""
+        self._refusals += 1
+        self.note(f"an engine refused a difference of weights and loads all of them instead: {reason}")
+        if self._refusals >= MOST_REFUSALS and self.full_every > 1:
+            self.full_every = 1
+            self.note("no further differences are published, as engines refused them repeatedly")
+
+    def on_loaded(self) -> None:
+        self._refusals = 0
+
+    def _write_delta(self, version: int) -> Path | None:
+        """Write the difference from the last version; None if it does not pay."""
+        began = time.perf_counter()
+        assert self._last is not None
+        news = self._current()
+        blobs = delta_files.encode(self._tensors, news)
+        size = sum(map(len, blobs.values()))
+        if size > WORTHWHILE * sum(item.data.size for item in news.values()):
+            return None
+        checksum = delta_files.checksum_of(news)
+        place = self.directory / DELTA.format(version)
+        delta_files.write(place, self._last, self._checksum, checksum, news, blobs)
+        if time.perf_counter() - began > SLOWER * self._full_s:
+            self._pause = self.full_every  # this one is written; the next are not
+        self._last, self._tensors, self._checksum = place, news, checksum
+        self._differences += 1
+        return place
+
+    def _current(self) -> dict[str, VersionTensor]:
+        """Return a copy of the current parameters in the published data type."""
+        dtype = getattr(torch, self.dtype)
+        tensors = {}
+        for bucket in self.buckets(BUCKET_BYTES):
+            for name, value in bucket.items():
+                data = bytes_of(value.to(dtype, copy=True))
+                tensors[name] = VersionTensor(data, dtype.itemsize)
+        return tensors
