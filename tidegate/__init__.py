@@ -1,3 +1,3 @@
-"""Tidegate: point any agent's base_url at it, and it learns."""
+"""Tidegate: trains the model behind any agent by reinforcement learning."""
 
 __version__ = "0.1.0"

@@ -335,7 +335,7 @@ async def test_tool_calls_that_no_parser_reads(patient: Patient) -> None:
     ("fault", "code", "text"),
     [
         (Fault("no_logprobs"), "engine_no_logprobs", "the engine at .* returned no logprobs"),
-        (Fault("no_versions"), "engine_no_versions", "attests no weight version"),
+        (Fault("no_versions"), "engine_no_versions", "reports no weight version"),
         (Fault("version", "default"), "engine_bad_versions", "which is not a number"),
         (Fault("version", "7"), "engine_two_versions", "reports version '0', but sampled with '7'"),
         (Fault("status", 400), "engine_refuses", "answered 400 to POST .*/generate.*as asked"),

@@ -97,7 +97,7 @@ async def test_weights_change_under_running_requests(
     engine: Client, versions: list[Path], stream: bool
 ) -> None:
     """vLLM's requests end at the update and are continued, the embedded engine's straddle it: after either,
-    every recorded logprob is that of the version which attests its token."""
+    every recorded logprob is that of the version that the engine reported for its token."""
     published: list[int] = []
 
     async def update(at: int) -> None:

@@ -38,7 +38,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 FINISH_S = 120.0
 """Seconds for which a finish is repeated if the gateway does not respond."""
 DELETED = (401, 404)
-"""Status of a finish after the trainer dropped the attempt's group."""
+"""HTTP status of a finish if the attempt's group has ended."""
 STOP_S = 5.0
 """Seconds to return the running attempts to the gateway at the end."""
 LATE_S, BLOCKED_S = 2.0, 5.0
@@ -54,7 +54,7 @@ class AttemptRunner:
         key: The gateway's worker key.
         agent: The agent.
         concurrency: Limit of attempts that run at the same time.
-        tell: Shows a line of text.
+        tell: Prints a line of text.
         name: Name of the worker, unique; by default one with the host's name and the process id.
     """
 

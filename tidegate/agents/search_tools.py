@@ -24,7 +24,7 @@ T = TypeVar("T")
 FULL = "error: the context is full; give the answer now"
 _MODEL_ERRORS = (NOT_TEXT, ID_TOO_LONG, "query_too_long")
 """Refusals caused by the model's arguments, which are returned to it. Others (of a key, a route, `k`) are
-caused by the agent's options and end the episode; the model must not be trained on them."""
+caused by the agent's options: the episode fails instead, so that the model is not trained on them."""
 
 
 def _tool(name: str, description: str, argument: str) -> dict[str, Any]:

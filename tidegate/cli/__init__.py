@@ -117,7 +117,7 @@ def _extra(error: ModuleNotFoundError) -> str | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
-        prog="tidegate", description="Point any agent's base_url at Tidegate and it learns."
+        prog="tidegate", description="Trains the model behind any agent by reinforcement learning."
     )
     parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

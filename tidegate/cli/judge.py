@@ -16,7 +16,7 @@ def add(subparsers: Subparsers) -> None:
         help="compare a judge with labelled data",
         description="Have a judge score labelled attempts, and print how its scores agree with the labels: "
         "accuracy and confusion at a threshold, and AUC or rank correlation with an interval.",
-        epilog="Exits with 1 if the judge gave no verdict on a row.",
+        epilog="Exits with 1 if the judge gave no valid verdict on a row.",
     )
     parser.add_argument(
         "--gold", type=Path, required=True, metavar="FILE", help="JSONL file of {prompt, output, label}"

@@ -124,7 +124,7 @@ def run_verify(arguments: argparse.Namespace, _: list[str]) -> int:
 
     manifest = Manifest.read(arguments.index)
     manifest.check_files(arguments.index, full=True)
-    print(f"{arguments.index} is whole: {len(manifest.files)} files, {manifest.documents:,} documents")
+    print(f"{arguments.index} is intact: {len(manifest.files)} files, {manifest.documents:,} documents")
     return 0
 
 

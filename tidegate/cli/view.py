@@ -99,7 +99,7 @@ def _list(parent: Path) -> int:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "metrics.jsonl").stat().st_mtime))
         table.add_row(Text(printable(path.name)), number(files.last("step"), 0), told, when)
     Console().print(table)
-    print(f"\nLook at one:  tidegate view {runs[0].name}")
+    print(f"\nShow one:     tidegate view {runs[0].name}")
     if len(runs) > 1:
         print(f"Compare some: tidegate view {runs[0].name} {runs[1].name}")
     return 0

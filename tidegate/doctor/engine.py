@@ -130,21 +130,21 @@ def _versions(url: str, length: int, meta: dict[str, Any], info: dict[str, Any])
     fix = "a version is a decimal integer: start the engine with a numeric weight version"
     spans = meta.get("weight_versions")
     if not isinstance(spans, list) or not spans:
-        text = f"the engine at {url} attests no weight version for its tokens (no weight_versions)"
+        text = f"the engine at {url} reports no weight version for its tokens (no weight_versions)"
         yield error("engine", "engine_no_versions", text, fix)
         return
     at = 0
     for span in spans:
         version = read_version(span.get("version")) if isinstance(span, dict) else None
         if version is None:
-            text = f"the engine at {url} attests the weight version {span!r}, which is not a number"
+            text = f"the engine at {url} reports the weight version {span!r}, which is not a number"
             yield error("engine", "engine_bad_versions", text, fix)
             return
         if span.get("start") != at or type(span.get("end")) is not int or span["end"] <= at:
             break
         at = span["end"]
     if at != length:
-        text = f"the engine at {url} attests versions of {at} tokens, but returned {length}: {spans}"
+        text = f"the engine at {url} reports versions of {at} tokens, but returned {length}: {spans}"
         yield error("engine", "engine_bad_versions", text)
     elif read_version(info.get("weight_version")) != read_version(spans[-1]["version"]):
         text = (

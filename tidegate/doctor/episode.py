@@ -232,7 +232,7 @@ def _delivery(episode: TrialEpisode) -> Iterator[Finding]:
 def _version(episode: TrialEpisode) -> Iterator[Finding]:
     trainable = list(episode.trajectory.trainable_turns())
     if trainable and episode.trajectory.oldest_version() is None:
-        text = "the engine attested no version for some tokens, so they cannot be trained on"
+        text = "the engine reported no version for some tokens, so they cannot be trained on"
         yield error("episode", "version_unknown", text)
 
 

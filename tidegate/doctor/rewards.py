@@ -1,4 +1,4 @@
-"""Checks that the rewards distinguish gold answers from garbage, and accept any output."""
+"""Checks that the rewards distinguish gold answers from wrong ones, and accept any output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tidegate.tracebacks import where
 from tidegate.types import Outcome, Scored, Task, Trajectory, Turn, VersionSpan
 
 SCORE_S = 10.0
-GARBAGE = ("", "I do not know.")
+WRONG_ANSWERS = ("", "I do not know.")
 
 
 class Fault(Exception):
@@ -33,15 +33,15 @@ class Fault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The rewards of one task's gold answer and of each garbage output."""
+    """The rewards of one task's gold answer and of each wrong one."""
 
     task: Task
     gold: float
-    garbage: list[float]
+    wrong: list[float]
 
 
 def check_rewards(environment: Environment) -> list[Finding]:
-    """Grades gold answers and garbage; training cannot use a reward that does not distinguish them."""
+    """Grades gold and wrong answers; training cannot use a reward that does not distinguish them."""
     if not any(scorer.names for scorer in environment.rewarders().values()):
         why = "the environment has no reward: the agent's own counts (Result.reward)"
         return [note("rewards", "agent_rewards", why)]
@@ -49,9 +49,9 @@ def check_rewards(environment: Environment) -> list[Finding]:
     try:
         known = [gold for task in tasks if (gold := _gold(environment, task)) is not None]
         if len(known) < len(tasks):
-            for output in GARBAGE:
+            for output in WRONG_ANSWERS:
                 score(environment, tasks[0], output)
-            why = "tasks have no gold answer; the rewards were tried on garbage only"
+            why = "tasks have no gold answer; the rewards were tried on wrong answers only"
             return [note("rewards", "no_gold", why)]
         graded = [_grade(environment, task, gold, known) for task, gold in zip(tasks, known, strict=True)]
     except Fault as fault:
@@ -76,18 +76,18 @@ def _gold(environment: Environment, task: Task) -> str | None:
 
 
 def _grade(environment: Environment, task: Task, gold: str, golds: Sequence[str]) -> Graded:
-    """Garbage is empty output, unrelated text, and another task's answer (right form, wrong content)."""
+    """Wrong answers: empty output, unrelated text, another task's answer (right form, wrong content)."""
     others = [one for one in golds if one != gold][:1]
-    scores = [score(environment, task, output) for output in (gold, *GARBAGE, *others)]
+    scores = [score(environment, task, output) for output in (gold, *WRONG_ANSWERS, *others)]
     return Graded(task, scores[0], scores[1:])
 
 
 def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
-    every = {one for row in graded for one in (row.gold, *row.garbage)}
+    every = {one for row in graded for one in (row.gold, *row.wrong)}
     gold = sum(row.gold for row in graded) / len(graded)
-    garbage = sum(max(row.garbage) for row in graded) / len(graded)
-    poor = [row.task.id for row in graded if row.gold <= max(row.garbage)]
-    means = f"mean reward of gold {gold:.3g}, of garbage {garbage:.3g} (the best), over {len(graded)} tasks"
+    wrong = sum(max(row.wrong) for row in graded) / len(graded)
+    poor = [row.task.id for row in graded if row.gold <= max(row.wrong)]
+    means = f"mean reward: gold answers {gold:.3g}, best wrong answers {wrong:.3g} ({len(graded)} tasks)"
     if not poor:
         return ok("rewards", means)
     fix = (
@@ -96,13 +96,16 @@ def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
     # A reward that reads the trajectory may need a real one.
     bad = Level.WARNING if reads_trajectory else Level.ERROR
     if len(every) == 1:
-        text = (
-            f"your reward is constant: gold answers and garbage all earn {gold:g}, so nothing can be learned"
-        )
+        text = f"your reward is constant: gold and wrong answers all earn {gold:g}, so nothing can be learned"
         return Finding("rewards", bad, "reward_constant", text, fix)
-    if gold <= garbage:
-        return Finding("rewards", bad, "gold_no_better", f"gold scores no better than garbage: {means}", fix)
-    text = f"gold beats no garbage on {len(poor)} of {len(graded)} tasks, such as {poor[0]}; {means}"
+    if gold <= wrong:
+        return Finding(
+            "rewards", bad, "gold_no_better", f"gold answers score no higher than wrong ones: {means}", fix
+        )
+    text = (
+        f"the gold answer scores no higher than a wrong one on {len(poor)} of {len(graded)} tasks, such as "
+        f"{poor[0]}; {means}"
+    )
     return warning("rewards", "gold_sometimes_no_better", text, fix)
 
 

@@ -28,7 +28,7 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
     if exact := report.with_verdict("exact"):
         findings.append(ok("template", f"exact: {_kinds(exact)}"))
     if branches := report.with_verdict("branch"):
-        text = f"these turns become branches: {_with_reasons(branches)}"
+        text = f"these kinds of turns become branches: {_with_reasons(branches)}"
         findings.append(
             warning("template", "template_branches", text, "use a template that renders replies unchanged")
         )
@@ -50,7 +50,7 @@ def check_template(renderer: Renderer, tool_parser: str = "auto") -> list[Findin
 
 
 def _kinds(results: list[CaseResult]) -> str:
-    return ", ".join(result.kind for result in results)
+    return "; ".join(result.kind for result in results)
 
 
 def _with_reasons(results: list[CaseResult]) -> str:

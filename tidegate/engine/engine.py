@@ -83,7 +83,7 @@ class Engine:
         await self.call(self.scheduler.resume)
 
     async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
-        """Reads and checks weights while requests run, then loads them."""
+        """Reads and checks weights while requests run, then loads them; returns the fields of the reply."""
         read = partial(self.model.read_weights, update.directory)
         async with self.loading:
             # transformers changes torch's default dtype for all threads while it builds a model.

@@ -12,7 +12,7 @@ from tidegate.loading import load_object
 from tidegate.types import CONVERSATION, Message, Scored, Task, Trajectory, finite
 
 ConversationReward = Callable[[Trajectory], float | Awaitable[float | None] | None]
-"""Scores a conversation; None: no opinion. It may be async; if it is not, it is called in a thread."""
+"""Scores a conversation; None: adds nothing. It may be async; if it is not, it is called in a thread."""
 
 
 class ConversationRewards(Environment):

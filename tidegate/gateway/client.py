@@ -183,7 +183,7 @@ class GatewayClient(ControlCalls):
         return from_wire(data, Trajectory)
 
     async def reported(self, session_id: str) -> Outcome | None:
-        """Returns the outcome that a finished session's agent reported; None if it left it to the gateway."""
+        """Returns the outcome that a finished session's agent reported; None if it reported none."""
         outcome = (await self._json("GET", f"/sessions/{_quote(session_id)}"))["reported"]
         return None if outcome is None else Outcome(outcome)
 

@@ -365,10 +365,10 @@ class Gateway:
     async def add_engine(
         self, url: str, control: Sequence[str] = (), admitted: bool | None = None
     ) -> EngineEndpoint:
-        """Adds an engine, also for after a restart. Idempotent.
+        """Adds an engine, which is kept across restarts. Idempotent.
 
-        A trainer gives `admitted`: whether the engine has the current version and receives calls. From then
-        on the trainer manages the gateway, and engines that others add (None) wait until it admits them.
+        `admitted` is set by trainers: whether the engine has the current version and receives calls. From
+        then on the trainer manages the gateway, and engines that others add (None) wait until it admits them.
         """
         existing = self.pool.get(url)
         joined = admitted is None if existing is None else existing.joined

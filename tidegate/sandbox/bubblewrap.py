@@ -5,7 +5,7 @@ with its last process; the system's programs are mounted read-only. Programs in 
 without capabilities.
 
 bwrap's own option `--die-with-parent` is not used: an owner killed while bwrap starts would leave a process
-that waits for ever. The supervisor watches its owner instead.
+that waits without end. The supervisor watches its owner instead.
 
 Where the owner is root, a sandbox gets a user id of the host that no other process has, because the kernel
 does not limit the processes of root. Otherwise it has the owner's; the kernel counts per user namespace.
@@ -180,7 +180,7 @@ class _Descriptors:
         """Returns all descriptors that bwrap inherits.
 
         The end from which we read is one of them: without a reader, bwrap would be killed as it writes, and
-        its child would wait for it for ever.
+        its child would wait for it without end.
         """
         return [*self.theirs, *([self.from_child] if self.from_child >= 0 else [])]
 

@@ -17,7 +17,7 @@ class SandboxProcess:
     """A child process in a session of its own.
 
     It is started within one call. A start by asyncio could be cancelled half-way, which kills bwrap alone and
-    leaves a child of it that waits for ever; a session is killed with all its processes.
+    leaves a child of it that waits without end; a session is killed with all its processes.
 
     Args:
         command: The program and its arguments.

@@ -36,7 +36,7 @@ START_S = 20.0
 FILES_S = 60.0
 """Longest operation on files."""
 GRACE_S = 10.0
-"""Time beyond an operation's own after which the sandbox counts as failed."""
+"""Grace period after an operation's timeout; then the sandbox counts as failed."""
 CLOSE_S = 2.0
 HEADERS = 256 << 20
 """Most bytes of the headers in a tar."""

@@ -1,4 +1,4 @@
-"""Runs a check in a fresh sandbox that has the files of a used one."""
+"""Runs a check in a new sandbox that has the files of a used one."""
 
 from __future__ import annotations
 

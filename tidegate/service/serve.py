@@ -2,7 +2,7 @@
 
 A parent starts a server with `--announce FILE` and keeps the write end of its stdin open. The server binds
 (port 0 takes a free one), writes `{"url", "pid"}` to FILE once it accepts calls, and exits when its stdin
-closes, so that it does not outlive a killed parent.
+closes, so that it exits if the parent is killed.
 """
 
 from __future__ import annotations

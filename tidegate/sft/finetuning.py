@@ -155,7 +155,7 @@ class FineTuning:
         part.write_text(sections.dump(self.settings), encoding="utf-8")
         with failpoints.around("config"):
             part.replace(self.dir / "config.toml")
-        if self.step < self.steps:  # a result of fewer steps must not pass for that of all
+        if self.step < self.steps:  # an older result, which must not be taken for the complete one
             shutil.rmtree(self.dir / "model", ignore_errors=True)
         with MetricsLog(self.dir) as log:
             log.truncate_after(self.step)

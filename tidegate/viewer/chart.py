@@ -36,8 +36,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure: the drawing, its legend as (name, tone, form), and `data`, JSON from which report.js draws it
-    at the width of the page."""
+    """A figure: the drawing, its legend as (name, colour, shape), and `data`, JSON from which report.js draws
+    it at the width of the page."""
 
     title: str
     note: str

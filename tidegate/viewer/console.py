@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 
 class Terminal(Console):
-    """Standard output. If the reader is gone, rich exits the program; this class stops printing."""
+    """Standard output. If it is closed, rich exits the program; this class stops printing."""
 
     @property
     def is_terminal(self) -> bool:

@@ -1,7 +1,7 @@
 """Adapts a vLLM server to SGLang's protocol: requests, weight versions and weight updates.
 
 A request never straddles an update: a pause aborts running requests, returning their tokens so far, and the
-gateway continues them in further requests. vLLM attests its weight version with every reply; during a load,
+gateway continues them in further requests. vLLM reports its weight version with every reply; during a load,
 and after a failed one, the version is LOADING, which the gateway treats as unknown.
 """
 
@@ -52,7 +52,7 @@ class EngineAdapter:
         self.process = VLLMProcess(options)
         self.paused = False
         self.version = LOADING
-        """The weight version that vLLM attested last."""
+        """The weight version that vLLM reported last."""
         self._served = manifest(options.model)
         self._running: dict[str, str] = {}
         """Running requests: the client's id by the id at vLLM."""
@@ -180,7 +180,7 @@ class EngineAdapter:
         self.version = await self.upstream.version()
         if self.version != version:
             raise EngineError(
-                f"vLLM attests weight version {self.version!r}, not {version!r} as set", retryable=True
+                f"vLLM reports weight version {self.version!r}, not {version!r} as set", retryable=True
             )
 
     async def info(self) -> dict[str, Any]:

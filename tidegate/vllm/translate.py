@@ -28,7 +28,8 @@ def request_body(generation: Generation, name: str) -> dict[str, Any]:
 
 
 def _params(generation: Generation) -> dict[str, Any]:
-    """End-of-sequence ids are passed as stop ids, so that vLLM reports which one it sampled."""
+    """Returns vLLM's sampling parameters. End-of-sequence ids become stop ids, so that vLLM reports which one
+    it sampled."""
     params = generation.params
     body: dict[str, Any] = {
         "temperature": params.temperature,

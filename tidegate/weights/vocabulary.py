@@ -1,4 +1,4 @@
-"""The vocabulary of a model: two models that share it read the same token ids as the same tokens."""
+"""The vocabulary of a model: models that share it map token ids to the same tokens."""
 
 from __future__ import annotations
 

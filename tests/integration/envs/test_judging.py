@@ -156,7 +156,7 @@ async def test_a_group_without_a_ranking_ends_as_reward_error(tmp_path: Path) ->
             assert why is not None
             assert "status 400: no such model" in why
         assert len(endpoint.requests) == 1, "its retry limit is the judge's"
-        with pytest.raises(GatewayError, match="has no ranking") as raised:
+        with pytest.raises(GatewayError, match="could not be ranked") as raised:
             await stage.gateway.seal("g", "t", sessions)
         assert raised.value.status == UNRANKED
         dropped = await stage.client.drop_group("g")

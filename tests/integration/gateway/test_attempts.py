@@ -98,8 +98,8 @@ async def test_an_attempt_wakes_one_of_a_thousand_polls(
         looked.append(poll.worker)
         return original(line, poll, capacity)
 
-    original = queue._Line.pop
-    monkeypatch.setattr(queue._Line, "pop", pop)
+    original = queue._Queue.pop
+    monkeypatch.setattr(queue._Queue, "pop", pop)
     attempts = stage.gateway.attempts
     polls = [asyncio.create_task(attempts.take(f"w{number}", 1, 60.0)) for number in range(1000)]
     await eventually(lambda: len(attempts.workers()) == 1000)

@@ -79,5 +79,5 @@ def test_exact_and_inexact_parts_are_named_with_the_reason(tmp_path: Path) -> No
     told = {
         one.code: one.text for one in model_findings(a_model(tmp_path, "qwen3")) if one.check == "template"
     }
-    assert "a tool's result, results of parallel calls" in told["ok"]
+    assert "a tool's result; results of parallel calls" in told["ok"]
     assert "after reasoning (the template renders the past reply differently" in told["template_rewrites"]

@@ -34,9 +34,9 @@ def raises(output: str, answer: str) -> float:
         (lambda output: int(output), "reward_raised", "on the output '#### 2' of task t0"),
         (lambda output: math.nan, "reward_not_finite", "returned nan, not a finite number"),
         (lambda output: None, "reward_not_finite", "returned None, not a finite number"),
-        (lambda output: 0.5, "reward_constant", "gold answers and garbage all earn 0.5"),
-        (lambda output, answer: output != answer, "gold_no_better", "gold scores no better than garbage"),
-        (lambda output: "####" in output, "gold_no_better", "mean reward of gold 1, of garbage 1 (the best)"),
+        (lambda output: 0.5, "reward_constant", "gold and wrong answers all earn 0.5"),
+        (lambda output, answer: output != answer, "gold_no_better", "gold answers score no higher"),
+        (lambda output: "####" in output, "gold_no_better", "gold answers 1, best wrong answers 1 (8"),
         (
             lambda output, answer, task: output == answer and task.id != "t3",
             "gold_sometimes_no_better",

@@ -233,6 +233,6 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(build) == 0
     assert capsys.readouterr().out == f"{out}: 20 documents, dense, bm25, hybrid\n"
     assert main(["rag", "verify", str(out)]) == 0
-    assert "is whole: 10 files, 20 documents" in capsys.readouterr().out
+    assert "is intact: 10 files, 20 documents" in capsys.readouterr().out
     assert main(["rag", "build", str(tmp_path / "no.jsonl"), "--out", str(out), "--bm25"]) == 2
     assert "no such file" in capsys.readouterr().err

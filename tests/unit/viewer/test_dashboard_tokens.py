@@ -65,7 +65,7 @@ def test_why_not() -> None:
     assert reasons({**turn, "delivered": False}, "stepped") == [("undelivered", 3)]
 
 
-def test_versions_are_those_that_were_attested() -> None:
+def test_versions_are_those_that_the_engine_reported() -> None:
     turn: dict[str, Any] = {"version_spans": [[3, 0, 2], [4, 2, 3]]}
     assert versions(turn, 0, 5) == [3, 3, 4, None, None]
     assert versions(turn, 2, 4) == [4, None]

@@ -125,7 +125,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         place.rows = place.positions = None
 
     def extend(self, first: int, positions: Tensor, length: int) -> None:
-        """Makes the next pass write at `positions` [rows, tokens] of rows first.., seeing `length` keys."""
+        """Makes the next pass write at `positions` [rows, tokens] of rows first.., and attend to `length`
+        keys."""
         place = self.place
         count, place.tokens = positions.shape
         place.first, place.end, place.length = first, first + count, length

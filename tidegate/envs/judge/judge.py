@@ -49,7 +49,7 @@ class RewardJudge:
             own: The environment's own reward; None: it has none.
 
         Raises:
-            RewardError: The judge gave no verdict.
+            RewardError: The judge gave no valid verdict.
         """
         if own is not None and trajectory.split == "eval":
             return own
@@ -70,7 +70,7 @@ class RewardJudge:
         Equal attempts are shown once and have equal scores. The costs are those of the first episode.
 
         Raises:
-            RewardError: The judge gave no verdict.
+            RewardError: The judge gave no valid verdict.
         """
         texts = [shown(task, trajectory) for trajectory in trajectories]
         distinct = list(dict.fromkeys(texts))

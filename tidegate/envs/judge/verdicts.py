@@ -118,7 +118,7 @@ class Verdicts(HttpClient):
                 except (_FailedCallError, UnreadableReplyError) as error:
                     spent["errors"] += 1
                     failures.append(str(error))
-                    # A refused prompt, or a reply that is no verdict, may have its cause in the attempt.
+                    # A refused prompt, or an invalid reply, may have its cause in the attempt.
                     unavailable = isinstance(error, _FailedCallError) and not error.of_prompt
                     kind = RewardUnavailableError if unavailable else RewardError
                     last = attempt + 1 == self._settings.attempts

@@ -47,7 +47,7 @@ async def judged(
         trajectory: The episode.
 
     Raises:
-        RewardError: A reward failed, or the judge gave no verdict.
+        RewardError: A reward failed, or the judge gave no valid verdict.
     """
     try:
         own: Scored | None = msgspec.convert(await scored, Scored)

@@ -43,7 +43,7 @@ class Poll:
     woken: bool = False
 
     def wake(self) -> None:
-        """Call `then` next: there may be something for the poll."""
+        """Call `then` next: there may be a session for the poll."""
         if not self.woken and self.timer is not None:
             self.woken = True
             self.timer.cancel()
@@ -51,7 +51,7 @@ class Poll:
 
 
 @dataclass(slots=True)
-class _Line:
+class _Queue:
     """Queued sessions, and the polls that wait for them; both in the order in which they came."""
 
     queue: deque[GatewaySession] = field(default_factory=deque)
@@ -95,12 +95,12 @@ class AttemptQueue:
         self._journal = journal
         self._sessions = sessions
         self._finisher = finisher
-        self._lines = {False: _Line(), True: _Line()}
+        self._lines = {False: _Queue(), True: _Queue()}
         """Those of workers and of the trainer's own agents."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
         self._left: set[str] = set()
-        """Workers that ended; a poll of theirs may still be waiting."""
+        """Workers that ended; a poll by one of them may still be waiting."""
         self._stopped: dict[str, list[str]] = {}
         """Attempts of each worker that the gateway ended and has not yet reported to it."""
         self._finished: Counter[str] = Counter()
@@ -129,7 +129,7 @@ class AttemptQueue:
     async def take(
         self, worker: str, capacity: int, wait_s: float, *, own: bool = False
     ) -> list[tuple[GatewaySession, str]]:
-        """Give queued sessions, with new keys, to a worker; their deadlines start.
+        """Give queued sessions to a worker, and return them with their new keys; their deadlines start.
 
         Args:
             worker: Name of the worker.
@@ -240,7 +240,9 @@ class AttemptQueue:
         self._seen[worker] = now = _now()
         attempts = [session for session in self._running() if session.worker == worker]
         for session in attempts:
-            self._finisher.impose(session, FinishReport(Outcome.CANCELLED, f"worker {worker} ended"), now)
+            self._finisher.end_by_gateway(
+                session, FinishReport(Outcome.CANCELLED, f"worker {worker} ended"), now
+            )
         return {"ended": len(attempts), "returned": self._finished[worker]}
 
     def heartbeat(self, attempt: str, worker: str) -> None:
@@ -262,10 +264,10 @@ class AttemptQueue:
             silent, heartbeat_s = now - session.worker_seen, session.offer_heartbeat_s
             if heartbeat_s and silent >= LOST_AFTER * heartbeat_s and now < session.deadline:
                 why = f"worker {session.worker} sent no heartbeat for {silent:.0f} s"
-                self._finisher.impose(session, FinishReport(Outcome.INFRA_ERROR, why), now)
+                self._finisher.end_by_gateway(session, FinishReport(Outcome.INFRA_ERROR, why), now)
             elif now >= session.deadline + LATE_S:
                 why = "the agent did not return before its deadline"
-                self._finisher.impose(session, FinishReport(Outcome.TIMEOUT, why), now)
+                self._finisher.end_by_gateway(session, FinishReport(Outcome.TIMEOUT, why), now)
         self._seen = {worker: seen for worker, seen in self._seen.items() if now - seen < LISTED_S}
         self._left &= self._seen.keys()
         for known in (self._stopped, self._finished):
@@ -296,7 +298,7 @@ class AttemptQueue:
             if session.worker is not None and session.ending is None
         ]
 
-    def _line(self, session: GatewaySession) -> _Line:
+    def _line(self, session: GatewaySession) -> _Queue:
         return self._lines[session.offer_heartbeat_s == 0]
 
     def _start(self, session: GatewaySession, worker: str) -> str:

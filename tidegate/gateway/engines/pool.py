@@ -1,4 +1,4 @@
-"""The pool of engines: generation that survives engine failures, invisibly to agents.
+"""The pool of engines: if one fails, its calls are retried on others, and agents do not see the failure.
 
 A failed connection, a 5xx or an aborted request is retried until the session's deadline: tokens not delivered
 are sampled again, and a stream continues from the tokens already delivered. A failed engine is quarantined
@@ -36,7 +36,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 _OWN_LIMITS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 """Errors of a connection whose cause is the gateway's own process or machine, not the engine."""
 LAST_EVENT_S = 10.0
-"""Time limit for an engine to end an aborted request with the event that attests its versions."""
+"""Time limit for an engine to end an aborted request with the event that reports its versions."""
 
 
 class EnginePool:
@@ -235,7 +235,7 @@ class EnginePool:
                 on_ids(previous_ids + newer.ids)
             ids = previous_ids + newer.ids
             if previous_ids and not stopped and request.stop_after(ids) is not None:
-                # The engine saw only the end of the stop string. Its last event attests the versions.
+                # The engine saw only the end of the stop string. Its last event reports the versions.
                 stopped = True
                 self._client.abort(engine.control, rid)
 

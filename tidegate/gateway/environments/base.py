@@ -85,7 +85,7 @@ class EnvironmentService(Protocol):
         """Has a judge compare the episodes of a group; returns what that adds to each one's reward.
 
         Raises:
-            RewardError: The judge gave no verdict.
+            RewardError: The judge gave no valid verdict.
         """
 
     async def teardown(self, episode: str) -> None:

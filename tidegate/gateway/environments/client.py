@@ -28,7 +28,7 @@ SILENT_S = 30.0
 UNAVAILABLE_S = 60.0
 """Time for which a request is repeated while its service does not respond."""
 MOST_BROKEN = 5
-"""Responses that may break off before a request fails: something in it may end the service."""
+"""Connections lost during a response after which a request fails, as the request may crash the service."""
 FIRST_S, LONGEST_S = 0.05, 2.0
 _PADDING = b"\xc0"
 

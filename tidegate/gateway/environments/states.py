@@ -106,7 +106,7 @@ class EpisodeStates:
             log.error("session %s: the environment's state is lost: %s", session.id, why)
         session.state_lost = session.state_lost or f"the environment's state is lost: {why}"
 
-    async def settle(self, session: GatewaySession) -> str | None:
+    async def wait_until_ready_or_lost(self, session: GatewaySession) -> str | None:
         """Waits until a session's state is there, or known to be lost; returns why it is lost, else None."""
         owner = self._owners.get(session.id)
         if owner is not None and not owner.ready.is_set():
@@ -119,7 +119,7 @@ class EpisodeStates:
 
     async def ready(self, session: GatewaySession) -> None:
         """Waits for the state of a session that is called. Raises ApiError if the state is lost."""
-        if (lost := await self.settle(session)) is not None:
+        if (lost := await self.wait_until_ready_or_lost(session)) is not None:
             raise environment_failure(lost)
 
     def restore(self, session: GatewaySession) -> None:

@@ -18,7 +18,7 @@ from tidegate.gateway.sessions.session import (
     FinishReport,
     GatewaySession,
     SessionResult,
-    decide,
+    decide_outcome,
     trajectory_of,
 )
 from tidegate.gateway.sessions.store import SessionStore
@@ -67,7 +67,7 @@ class SessionFinisher:
             return session.trajectory
         if session.ending is None:
             session.tree.resolve_deliveries()
-            ending = decide(session, report, now)
+            ending = decide_outcome(session, report, now)
             session.close("it was finished")
             session.ending = ending
         finishing = session.finishing or self.start_finishing(session)
@@ -101,7 +101,7 @@ class SessionFinisher:
         """Set the reward; an episode whose state is lost is an `infra_error`, whatever its agent reported."""
         if (info := self._states.info(session)) is not None and (info.tools or trajectory.tool_calls):
             trajectory.metrics |= tool_metrics(trajectory.tool_calls)
-        lost = await self._states.settle(session)
+        lost = await self._states.wait_until_ready_or_lost(session)
         if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
             trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
         else:
@@ -118,20 +118,21 @@ class SessionFinisher:
 
     def cancel_older(self) -> None:
         """Cancel the sessions of older trainers, whose agents ended with them."""
-        for session in filter(self.orphaned, self._sessions.all()):
+        for session in filter(self._orphaned, self._sessions.all()):
             self.cancel(session)
 
-    def orphaned(self, session: GatewaySession) -> bool:
+    def _orphaned(self, session: GatewaySession) -> bool:
+        """Whether an older trainer opened the session, and nobody finished it."""
         epoch = session.trainer_epoch
         return epoch is not None and epoch < self._groups.epoch and session.ending is None
 
     def cancel(self, session: GatewaySession) -> None:
         why = f"the trainer of epoch {session.trainer_epoch}, which ran it, was replaced by a newer one"
-        self.impose(session, FinishReport(Outcome.CANCELLED, why), asyncio.get_running_loop().time())
+        self.end_by_gateway(session, FinishReport(Outcome.CANCELLED, why), asyncio.get_running_loop().time())
 
-    def impose(self, session: GatewaySession, report: FinishReport, now: float) -> None:
+    def end_by_gateway(self, session: GatewaySession, report: FinishReport, now: float) -> None:
         """End a session that its agent did not finish; a reply in doubt stays undelivered."""
-        session.ending = replace(decide(session, report, now), imposed=True)
+        session.ending = replace(decide_outcome(session, report, now), imposed=True)
         if session.on_stop is not None:
             session.on_stop(session)
         session.close(session.ending.error or "it was ended")

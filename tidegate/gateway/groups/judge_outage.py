@@ -20,12 +20,15 @@ FIRST_S, LONGEST_S = 1.0, 30.0
 """Delays between the calls."""
 
 
-async def outlast(call: Callable[[], Awaitable[T]], what: str) -> T:
+async def retry_while_unavailable(call: Callable[[], Awaitable[T]], what: str) -> T:
     """Repeats a call of the judge while the judge is unavailable.
 
     Args:
         call: Calls the judge.
         what: What waits, for the log.
+
+    Returns:
+        The result of the call.
 
     Raises:
         RewardUnavailableError: The judge is still unavailable after OUTAGE_S.

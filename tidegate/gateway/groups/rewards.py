@@ -8,7 +8,7 @@ from typing import Any
 
 from tidegate.errors import RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
-from tidegate.gateway.groups.judge_outage import outlast
+from tidegate.gateway.groups.judge_outage import retry_while_unavailable
 from tidegate.types import Outcome, Task, Trajectory, finite
 
 
@@ -69,7 +69,9 @@ class Scorer:
                 raise RewardError(f"environment {trajectory.env!r} cannot score a session without a task")
             session = trajectory.session_id
             call = functools.partial(self._environments.score, session, task, trajectory)
-            scored = await (call() if once else outlast(call, f"the reward of session {session}"))
+            scored = await (
+                call() if once else retry_while_unavailable(call, f"the reward of session {session}")
+            )
             trajectory.reward = scored.reward
             trajectory.reward_parts |= scored.parts
             trajectory.metrics |= scored.metrics

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tidegate.errors import GatewayError, RewardError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.gateway.errors import UNRANKED
-from tidegate.gateway.groups.judge_outage import outlast
+from tidegate.gateway.groups.judge_outage import retry_while_unavailable
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import REMEMBERED
 from tidegate.gateway.sessions.session import GatewaySession
@@ -122,7 +122,7 @@ class GroupSealer:
         assert self._environments is not None, "checked before"
         assert task is not None, "checked before"
         environments = self._environments
-        scored = await outlast(
+        scored = await retry_while_unavailable(
             lambda: environments.rank(group_id, task, trajectories), f"the ranking of group {group_id}"
         )
         if len(scored) != len(trajectories):
@@ -145,7 +145,7 @@ def _result(
         if number == 0 and isinstance(error, RewardError) and trajectory.reward is not None:
             trajectory.metrics |= error.metrics
         trajectory.outcome, trajectory.error, trajectory.reward = Outcome.REWARD_ERROR, str(error), None
-    raise GatewayError(f"group {group_id} has no ranking: {error}", status=UNRANKED)
+    raise GatewayError(f"group {group_id} could not be ranked: {error}", status=UNRANKED)
 
 
 def _with(trajectory: Trajectory, scored: Scored) -> Trajectory:

@@ -115,7 +115,7 @@ class DialectEndpoint:
 
 
 def _position(dialect: bytes, index: int) -> bytes:
-    """Returns what the digest of a body begins with, for the reply of this index."""
+    """Returns the prefix that distinguishes the digests of a body's several replies."""
     return b"%b/%d/" % (dialect, index)
 
 

@@ -98,7 +98,7 @@ class GatewaySession(SessionRequest):
     worker_seen: float = 0.0
     """Time of the worker's last heartbeat."""
     on_stop: Callable[[GatewaySession], None] | None = None
-    """Called when the session ends without its worker's doing."""
+    """Called when the session ends for another reason than its worker's finish."""
     former_keys: list[bytes] = field(default_factory=list)
     """Hashes of earlier keys, which are void, but recognise a repeated request to open it."""
     tree: TurnTree = field(default_factory=TurnTree)
@@ -120,7 +120,7 @@ class GatewaySession(SessionRequest):
     context_overflow: str | None = None
     """Set when the last request exceeded the model's context; cleared by the next reply."""
     restart_reason: str | None = None
-    """Set when the gateway was restarted since the last reply, which an agent may report as an error."""
+    """Set when the gateway was restarted since the last reply; the agent may report that as an error."""
     refused_calls: int = 0
     """Number of calls answered with an error."""
     last_refusal: str = ""
@@ -137,7 +137,9 @@ class GatewaySession(SessionRequest):
     opening: asyncio.Future[None] | None = None
     """Write of the session to the journal; None if it was restored from there."""
     ending: SessionResult | None = None
+    """How it ended; None while no end is decided."""
     finishing: asyncio.Task[Trajectory] | None = None
+    """Computes its reward and stores its trajectory."""
     trajectory: Trajectory | None = None
     forget_at: float | None = None
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -195,7 +197,7 @@ class GatewaySession(SessionRequest):
         return min((version for version in versions if version is not None), default=None)
 
 
-def decide(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
+def decide_outcome(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
     """Returns the result of a session that was finished.
 
     A reported failure becomes `infra_error` if an engine had failed or the gateway had lost a reply, and

@@ -67,8 +67,8 @@ class Intake:
         self._threads = threads
         self._locked = False
         self._large = False
-        self._remember: Callable[[Any], bytes] | None = None
-        """Remembers the value of the body, and returns its digest."""
+        self._store_prefix: Callable[[Any], bytes] | None = None
+        """Stores the value of the body for later ones, and returns its digest."""
         self._first_digest: bytes | None = None
 
     async def __aenter__(self) -> Intake:
@@ -94,8 +94,8 @@ class Intake:
     async def parse(self, body: RawBody, position: bytes | None = None) -> Parsed:
         """Parses the body. Raises ApiError.
 
-        With `position`, that of the request's first reply, what the body repeats of an earlier one of its
-        session is not parsed again.
+        With `position`, that of the request's first reply, a body that begins like an earlier one of the
+        session is parsed from the first difference.
         """
         if position is None or len(body) < MIN_BODY or self._session.closed is not None:
             return await self._parse(body)
@@ -110,7 +110,7 @@ class Intake:
                 self._large = False
                 value, self._first_digest = found
                 return Parsed(value, body)
-        self._remember = partial(prefixes.remember, position, body)
+        self._store_prefix = partial(prefixes.remember, position, body)
         return await self._parse(body)
 
     async def _parse(self, body: RawBody) -> Parsed:
@@ -146,8 +146,8 @@ class Intake:
         return await self._threads.run(True, read_large)
 
     def _note(self, value: dict[str, Any]) -> None:
-        if self._remember is not None:
-            self._first_digest = self._remember(value)
+        if self._store_prefix is not None:
+            self._first_digest = self._store_prefix(value)
 
     async def call(self, request: TurnRequest) -> PendingTurn:
         """Returns the call for a request. Raises ApiError."""

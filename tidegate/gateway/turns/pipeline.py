@@ -247,7 +247,7 @@ class TurnPipeline:
         self, session: GatewaySession, body: RawBody = b"", turn_requests: Sequence[TurnRequest] = ()
     ) -> None:
         """Waits until closed streams are recorded. This includes open streams that the request refers to or
-        quotes: their client has closed them, and the gateway is about to notice."""
+        quotes: their client has closed them, and the gateway has not yet processed it."""
         quoted = [
             call
             for call in session.calls.running

@@ -72,7 +72,7 @@ def reasons(turn: Record, state: str) -> list[tuple[str, int]]:
 
 
 def versions(turn: Record, start: int, end: int) -> list[int | None]:
-    """Returns the policy versions of the sampled tokens `start..end`; None if not attested."""
+    """Returns the policy versions of the sampled tokens `start..end`; None if the engine reported none."""
     column: list[int | None] = [None] * (end - start)
     for version, first, last in spans_of(turn):
         for place in range(max(first, start), min(last, end)):

@@ -24,7 +24,8 @@ from tidegate.viewer.signs.watch import SignWatch
 FRESH_S = 0.3
 """Minimum time between two reads of the files."""
 QUIET_S = 60.0
-"""A run whose ledger has no end, and that wrote nothing for this time, has the status quiet."""
+"""A run whose ledger has no end, and that wrote nothing for this time, has the status quiet: it may have been
+killed, or take long over a step."""
 
 
 @dataclass(frozen=True, slots=True)
