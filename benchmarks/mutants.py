@@ -111,7 +111,7 @@ FAULTS = [
     Fault("all_is_spared", "return self.overlapped(attempt) and not (attempt == self.probe and outcome not in INCONCLUSIVE)", "return True", OUTAGE),
     Fault("an_outage_that_is_over_is_charged", "return self.why is not None or self._running.get(attempt, self._ended_outages) < self._ended_outages", "return self.why is not None", OUTAGE),
     Fault("a_probe_survives_lost_engines", "            self.probe = None  # it fails", "            pass  # it fails", OUTAGE),
-    Fault("remains_of_an_outage_are_evidence", "        elif not touched:\n", "        elif self.why is None:\n", OUTAGE),
+    Fault("remains_of_an_outage_are_evidence", "        elif not overlapped:\n", "        elif self.why is None:\n", OUTAGE),
     Fault("resume_forgets_lost_workers", "item.spared, item.worker_lost = line.get(\"spared\", False), line.get(\"lost\", False)", "item.spared = line.get(\"spared\", False)", RESUME),
     Fault("outages_are_not_in_the_ledger", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.streaks.filtered += 1\n", ""),
