@@ -66,7 +66,7 @@ class Stage:
         torch.manual_seed(self.number)
         with torch.no_grad():
             for value in self.model.parameters():
-                value.add_(torch.randn_like(value), alpha=1e-4)
+                value.add_(torch.randn_like(value), alpha=1e-5)
 
     def is_live(self, engine: Any) -> bool:
         live = dict(engine.named_parameters())

@@ -156,7 +156,7 @@ def materialise(directory: Path, target: Path) -> None:
     """
     full = chain(directory)[-1]
     base = target if target.is_dir() else full
-    tensors = restore(directory, _read_files(base, read_header(directory).widths))
+    tensors = restore(directory, read_tensors(base, read_header(directory).widths))
     partial_ = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial_, ignore_errors=True)
     shutil.copytree(base, partial_)
@@ -175,13 +175,13 @@ def _overwrite(path: Path, tensors: Tensors) -> None:
 
 
 def _read_full(step: DeltaFile) -> dict[str, VersionTensor]:
-    tensors = _read_files(step.base, step.widths)
+    tensors = read_tensors(step.base, step.widths)
     if checksum_of(tensors) != step.base_checksum:
         raise WeightsError(f"{step.path}: its base {step.base} has other weights than it was computed from")
     return tensors
 
 
-def _read_files(directory: Path, widths: Mapping[str, int]) -> dict[str, VersionTensor]:
+def read_tensors(directory: Path, widths: Mapping[str, int]) -> dict[str, VersionTensor]:
     """Read the tensors with these names. Raises WeightsError if one is missing."""
     try:
         found = {

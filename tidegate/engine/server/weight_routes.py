@@ -3,6 +3,9 @@
     init_weights_update_group once, then for every version
     begin_weight_update → update_weights_from_distributed for each bucket → end_weight_update
 
+A difference from the live weights is sent in one call, update_weights_from_difference, whose body is the
+file `weights.delta` and which SGLang does not have.
+
 Unlike in SGLang, the weights become live all at once at the end (`begin` replies `staged`), and requests may
 run meanwhile. The reply to `end` has the checksum of the received tensors.
 """
@@ -10,16 +13,20 @@ run meanwhile. The reply to `end` has the checksum of the received tensors.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tidegate.engine.requests.request import WeightUpdate
 from tidegate.engine.server.control import read_version
 from tidegate.engine.server.http import done, read_body, refused
 from tidegate.engine.validation import RequestError
+from tidegate.weights import delta_files
 from tidegate.weights.files import WeightsError
 
 if TYPE_CHECKING:
@@ -81,6 +88,18 @@ async def _end(engine: Engine, _: Request) -> Response:
     return done(f"{len(update.tensors)} tensors are live", checksum=update.checksum, **loaded)
 
 
+async def _apply_difference(engine: Engine, request: Request) -> Response:
+    """Applies a difference to the live weights while requests run; these are interrupted only to switch."""
+    version = request.query_params.get("weight_version")
+    with tempfile.TemporaryDirectory(prefix="tidegate-delta-") as place:
+        await asyncio.to_thread(Path(place, delta_files.FILE).write_bytes, await request.body())
+        update = WeightUpdate(Path(place), version or None, keep_cache=False, abort_all=False)
+        try:
+            return done("the difference is applied", **await engine.load_weights(update))
+        except WeightsError as error:
+            return refused(f"{error}; the old weights stay")
+
+
 def _text(body: Mapping[str, Any], name: str, default: str | None = None) -> str:
     value = body.get(name, default)
     if not isinstance(value, str) or not value:
@@ -108,4 +127,5 @@ WEIGHTS_ROUTES = (
     ("POST", "/begin_weight_update", _begin),
     ("POST", "/update_weights_from_distributed", _receive),
     ("POST", "/end_weight_update", _end),
+    ("POST", "/update_weights_from_difference", _apply_difference),
 )

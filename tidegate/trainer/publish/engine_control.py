@@ -36,7 +36,18 @@ class EngineControl:
         The timeout is CALL_S plus the time for a transfer of `size` bytes of weights.
         """
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
-        headers = {"Content-Type": "application/json"}
+        return await self._request(method, path, data, "application/json", size)
+
+    async def send_difference(self, data: bytes, version: int) -> None:
+        """Have the engine apply an encoded difference to its live weights as `version`, without a pause."""
+        path = f"/update_weights_from_difference?weight_version={version}"
+        await self._request("POST", path, data, "application/octet-stream", len(data))
+        await self.verify(version)
+
+    async def _request(
+        self, method: str, path: str, data: bytes | None, kind: str, size: int
+    ) -> dict[str, Any]:
+        headers = {"Content-Type": kind}
         timeout = aiohttp.ClientTimeout(total=CALL_S + transfer_s(size))
         try:
             async with self._http.request(

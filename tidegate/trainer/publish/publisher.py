@@ -145,14 +145,14 @@ class Publisher:
             weights, version = self.current
             unresponsive = await self._unresponsive(http)
             sent: set[str] = set()
+            if recover and delta_files.is_delta(weights):
+                sent = await self._load_delta(http, weights, version, unresponsive, sender is not None)
+                weights = self.current[0]
             if sender is not None:
                 urls = self.engines()
                 sender.retain(urls)
-                engines = [EngineControl(url, http) for url in urls if url not in unresponsive]
-                sent = await sender.send(engines, version)
-            if recover and delta_files.is_delta(weights):
-                sent |= await self._load_delta(http, weights, version, unresponsive | sent)
-                weights = self.current[0]
+                engines = [EngineControl(url, http) for url in urls if url not in unresponsive | sent]
+                sent |= await sender.send(engines, version) if engines else set()
             updated, failed = await self._update_in_rounds(http, weights, version, unresponsive, sent)
         if not updated:
             reasons = "; ".join(map(str, failed.values())) or "the run has none"
@@ -167,14 +167,18 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def _load_delta(
-        self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str]
+        self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str], send: bool
     ) -> set[str]:
-        """Load a difference; if an engine refuses it, write all weights as the current version.
+        """Load a difference, or send it; if an engine refuses it, write all weights as the current version.
 
         Returns the URLs of the engines that loaded it.
         """
         engines = [EngineControl(url, http) for url in self.engines() if url not in skipped]
-        results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
+        if send:
+            data = await asyncio.to_thread((weights / delta_files.FILE).read_bytes)
+            results = await asyncio.gather(*(_send(engine, data, version) for engine in engines))
+        else:
+            results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
         refused = [error for error in results if error is not None and not error.retryable]
         if refused:
             self.writer.on_refused(str(refused[0]))
@@ -316,6 +320,14 @@ class Publisher:
         for old in [*published[:-KEPT_VERSIONS], *directory.glob("delta-v*")]:
             if old not in used:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+async def _send(engine: EngineControl, data: bytes, version: int) -> EngineError | None:
+    try:
+        await engine.send_difference(data, version)
+    except EngineError as error:
+        return error
+    return None
 
 
 def _used_by(weights: Path) -> set[Path]:

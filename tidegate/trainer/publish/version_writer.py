@@ -15,15 +15,16 @@ from torch import Tensor
 
 from tidegate.weights import delta_files
 from tidegate.weights.delta_files import VersionTensor
+from tidegate.weights.files import WeightsError
 from tidegate.weights.process_group import bytes_of
 
 VERSION, DELTA = "v{:06d}", "delta-v{:06d}"
 """Directories of a version with all weights and of one that is a difference."""
 BUCKET_BYTES = 256 * 2**20
-WORTHWHILE = 0.7
+WORTHWHILE = 0.5
 """Largest size of a difference, as a share of all weights; above it reading and decoding cost more time."""
-SLOWER = 1.0
-"""Longest time to write a difference, as a multiple of the time to write all weights."""
+SLACK_S = 0.05
+"""How much longer than all weights a difference may take to write, so that noise does not count."""
 MOST_REFUSALS = 2
 """Refused differences in a row after which the engines are taken for ones that cannot load any."""
 
@@ -51,7 +52,7 @@ class VersionWriter:
     """Newest directory with all weights that was written here."""
     _last: Path | None = None
     _tensors: dict[str, VersionTensor] = field(default_factory=dict)
-    """The last version; empty until its first difference is computed."""
+    """The last version if it was written as a difference; one with all weights is read from its files."""
     _checksum: int = 0
     _differences: int = 0
     """Differences since the last version with all weights."""
@@ -78,8 +79,7 @@ class VersionWriter:
         self.save(place)
         self._full_s = time.perf_counter() - began
         self.full = self._last = place
-        self._tensors, self._differences = self._current() if self.full_every > 1 else {}, 0
-        self._checksum = delta_files.checksum_of(self._tensors)
+        self._tensors, self._differences = {}, 0
         return place
 
     def save(self, place: Path) -> None:
@@ -107,6 +107,15 @@ class VersionWriter:
         began = time.perf_counter()
         assert self._last is not None
         news = self._current()
+        if not self._tensors:
+            widths = {name: item.width for name, item in news.items()}
+            try:
+                self._tensors = delta_files.read_tensors(self._last, widths)
+            except WeightsError as error:  # a family whose files hold other tensors than the model
+                self.full_every = 1
+                self.note(f"no differences are published: {error}")
+                return None
+            self._checksum = delta_files.checksum_of(self._tensors)
         blobs = delta_files.encode(self._tensors, news)
         size = sum(map(len, blobs.values()))
         if size > WORTHWHILE * sum(item.data.size for item in news.values()):
@@ -114,7 +123,7 @@ class VersionWriter:
         checksum = delta_files.checksum_of(news)
         place = self.directory / DELTA.format(version)
         delta_files.write(place, self._last, self._checksum, checksum, news, blobs)
-        if time.perf_counter() - began > SLOWER * self._full_s:
+        if time.perf_counter() - began > self._full_s + SLACK_S:
             self._pause = self.full_every  # this one is written; the next are not
         self._last, self._tensors, self._checksum = place, news, checksum
         self._differences += 1

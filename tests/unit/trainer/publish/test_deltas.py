@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.engine.engine_http import serving
 from tests.unit.test_delta import Stage
@@ -28,6 +29,20 @@ async def stand(tmp_path: Path) -> AsyncIterator[tuple[Stage, Engine, Publisher]
             stage.writer, lambda: [client.url], nothing, nothing, nothing, (tmp_path / "base", 0), 5.0
         )
         yield stage, engine, publisher
+
+
+class Sender:
+    """Records the engines to which all weights are sent."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def retain(self, urls: object) -> None:
+        return
+
+    async def send(self, engines: list[object], version: int) -> set[str]:
+        self.asked.append(version)
+        return set()  # the engines then load files
 
 
 async def publish(stage: Stage, publisher: Publisher) -> Path:
@@ -72,3 +87,21 @@ async def test_directories_that_no_version_needs_are_removed(
         await publish(stage, publisher)
     names = sorted(path.name for path in stage.writer.directory.iterdir())
     assert names == ["delta-v000010", "v000005", "v000009"]
+
+
+async def test_with_broadcast_a_difference_is_sent_in_one_call(
+    stand: tuple[Stage, Engine, Publisher],
+) -> None:
+    stage, engine, publisher = stand
+    sender = Sender()
+    publisher.sender = sender  # type: ignore[assignment]
+    await publish(stage, publisher)
+    assert delta_files.is_delta(await publish(stage, publisher))
+    assert sender.asked == [1], "all weights were sent once"
+    assert stage.is_live(engine.model.hf_model)
+    assert engine.scheduler.version == "2"
+    with torch.no_grad():
+        engine.model.hf_model.model.norm.weight.add_(1)  # not the base any more
+    assert not delta_files.is_delta(await publish(stage, publisher))
+    assert sender.asked == [1, 3]
+    assert stage.is_live(engine.model.hf_model)
