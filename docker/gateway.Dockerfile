@@ -7,6 +7,8 @@ WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
 COPY tidegate tidegate
 COPY examples examples
+# The linter takes this folder for a package of an index.
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir '.[gateway]' && rm -rf /src/build \
     && useradd --create-home --uid 1000 tidegate \
     && install -d -o tidegate /journal
