@@ -6,6 +6,8 @@ paused during the transfer, as required of engines without a staging buffer. The
 `publish_s` is the time of a whole publish, `gap_s` the pause of an engine, `held_mb` the peak memory growth
 of rank 0.
 
+Then it compares differences between versions with all weights (benchmarks/differences.py).
+
     python benchmarks/broadcast.py [--json] [--rounds 5] [--hidden 768] [--bucket-mb 32]
 """
 
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import differences
 import torch
 from common import Check, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -139,6 +142,9 @@ async def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as place:
         async with contextlib.AsyncExitStack() as stack:
             size, taken = await measured(options, Path(place), stack)
+        more, more_checks = await differences.measure(
+            Path(place) / "model", Path(place), options.demo_steps, options.rounds
+        )
     names = ("publish_s", "gap_s", "held_mb")
     medians = {
         way: {name: statistics.median(one[name] for one in rows) for name in names}
@@ -151,7 +157,7 @@ async def run(options: argparse.Namespace) -> int:
         Check("publish_s, one ahead ÷ all first", ahead["publish_s"] / first["publish_s"], "<=", 1.05),
         Check("gap_s, one ahead ÷ paused", ahead["gap_s"] / paused["gap_s"], "<=", 0.8),
     ]
-    return report(results, checks, as_json=options.json)
+    return report(results + more, checks + more_checks, as_json=options.json)
 
 
 def main() -> int:
@@ -160,6 +166,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--bucket-mb", type=int, default=32)
+    parser.add_argument("--demo-steps", type=int, default=6)
     parser.add_argument("--engines", type=int, default=1)
     torch.set_num_threads(1)
     return asyncio.run(run(parser.parse_args()))

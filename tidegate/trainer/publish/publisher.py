@@ -85,9 +85,11 @@ class Publisher:
 
     async def publish(self, version: int) -> None:
         """Write the weights and load them on the engines; raises PublishError if all engines fail."""
+        began = time.monotonic()
         with failpoints.around("publish.weights"):
             weights = await asyncio.to_thread(self.writer.write, version)
         await self._go_live(weights, version)
+        self.writer.on_published(time.monotonic() - began)
 
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""

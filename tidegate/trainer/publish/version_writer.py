@@ -5,7 +5,7 @@ A difference is used only while it pays: it must have fewer bytes and take no mo
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ BUCKET_BYTES = 256 * 2**20
 WORTHWHILE = 0.5
 """Largest size of a difference, as a share of all weights; above it reading and decoding cost more time."""
 SLACK_S = 0.05
-"""How much longer than all weights a difference may take to write, so that noise does not count."""
+"""Seconds that a publish of a difference may take beyond one of all weights, so that noise does not count."""
 MOST_REFUSALS = 2
 """Refused differences in a row after which the engines are taken for ones that cannot load any."""
 
@@ -48,8 +48,6 @@ class VersionWriter:
     dtype: str = "float32"
     full_every: int = 1
     note: Callable[[str], None] = lambda message: None
-    full: Path | None = None
-    """Newest directory with all weights that was written here."""
     _last: Path | None = None
     _tensors: dict[str, VersionTensor] = field(default_factory=dict)
     """The last version if it was written as a difference; one with all weights is read from its files."""
@@ -59,7 +57,8 @@ class VersionWriter:
     _pause: int = 0
     """Versions for which no difference is computed, as one did not pay."""
     _refusals: int = 0
-    _full_s: float = 0.0
+    _full_s: float = math.inf
+    """Seconds of the last publish of all weights."""
 
     def write(self, version: int) -> Path:
         """Write a version and return its directory. Raises OSError."""
@@ -74,11 +73,9 @@ class VersionWriter:
 
     def write_full(self, version: int) -> Path:
         """Write a version with all weights. Raises OSError."""
-        began = time.perf_counter()
         place = self.directory / VERSION.format(version)
         self.save(place)
-        self._full_s = time.perf_counter() - began
-        self.full = self._last = place
+        self._last = place
         self._tensors, self._differences = {}, 0
         return place
 
@@ -99,12 +96,18 @@ class VersionWriter:
             self.full_every = 1
             self.note("no further differences are published, as engines refused them repeatedly")
 
+    def on_published(self, seconds: float) -> None:
+        """Compare the time of the last publish, from writing to loading, with that of all weights."""
+        if not self._differences:
+            self._full_s = seconds
+        elif seconds > self._full_s + SLACK_S:
+            self._pause = self.full_every
+
     def on_loaded(self) -> None:
         self._refusals = 0
 
     def _write_delta(self, version: int) -> Path | None:
         """Write the difference from the last version; None if it does not pay."""
-        began = time.perf_counter()
         assert self._last is not None
         news = self._current()
         if not self._tensors:
@@ -123,8 +126,6 @@ class VersionWriter:
         checksum = delta_files.checksum_of(news)
         place = self.directory / DELTA.format(version)
         delta_files.write(place, self._last, self._checksum, checksum, news, blobs)
-        if time.perf_counter() - began > self._full_s + SLACK_S:
-            self._pause = self.full_every  # this one is written; the next are not
         self._last, self._tensors, self._checksum = place, news, checksum
         self._differences += 1
         return place
