@@ -159,7 +159,7 @@ def test_repeated_refusals_end_differences(tmp_path: Path) -> None:
 def test_a_publish_that_takes_longer_than_one_of_all_weights_ends_differences(tmp_path: Path) -> None:
     stage = Stage(tmp_path, "bfloat16", full_every=3)
     kinds = []
-    for seconds in (1.0, 1.01, 2.0, 1.0, 1.0, 1.0, 1.0):
+    for seconds in (1.0, 1.01, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0):
         kinds.append(delta_files.is_delta(stage.publish()))
         stage.writer.on_published(seconds)
-    assert kinds == [False, True, True, False, False, False, True]
+    assert kinds == [False, True, True, False, False, False, False, True]

@@ -255,10 +255,14 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     done.set_running_or_notify_cancel()
 
     def run() -> None:
+        nonlocal work
         try:
-            done.set_result(work())
+            result = work()
         except BaseException as error:  # noqa: BLE001 - raised to the awaiting task
             done.set_exception(error)
+        else:
+            del work  # what it holds is free before the awaiting task goes on
+            done.set_result(result)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
     return asyncio.wrap_future(done)
