@@ -207,13 +207,13 @@ def stalls(bench: Bench, loader: Loader, poster: Loader, system: System, rounds:
     }
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, context: int = 32768) -> Path:
     """The model files that a gateway reads: a tokenizer of 130,000 tokens, a template in Qwen 3's format."""
     sys.path.append(str(ROOT))  # the tests' tokenizer
     from tests.families import family_tokenizer
 
     family_tokenizer("qwen3", "real").save_pretrained(str(directory))
-    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 32768}))
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
     return directory
 
 

@@ -24,7 +24,7 @@ from tidegate.service.serve import url_of, write_atomically
 
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n%b"
-_INFO = {"weight_version": "7", "max_context": 32768, "object": "list", "data": [{"id": "m"}]}
+_INFO = {"weight_version": "7", "max_context": 131072, "object": "list", "data": [{"id": "m"}]}
 
 
 class Replies:
