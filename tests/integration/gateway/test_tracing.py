@@ -103,5 +103,5 @@ def test_traces_without_their_packages_are_refused(missing: str, monkeypatch: py
         return None if name == missing else found(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(StartError, match=rf"gateway\.tracing needs {missing}, .*tidegate\[opentelemetry\]"):
+    with pytest.raises(StartError, match=rf"gateway\.tracing needs {missing}, .*extra 'opentelemetry'"):
         tracing.check_tracing("gateway.tracing")

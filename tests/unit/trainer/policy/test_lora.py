@@ -202,7 +202,7 @@ def test_an_untied_head_may_be_one(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(StartError, match=r"trainer.lora.rank needs peft .*tidegate\[lora\]"):
+    with pytest.raises(StartError, match=r"trainer.lora.rank needs peft .*extra 'lora'"):
         load(base)
     with pytest.raises(ValueError, match="targets has no effect without LoRA"):
         TrainerSettings(lora={"targets": ["q_proj"]})
