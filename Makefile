@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -110,6 +110,21 @@ docs: install $(DOCS)/.installed  ## the documentation site, in build/site/html
 	@! grep '^griffe' build/site/log
 	@$(BIN)/python -m docs.site.llms
 	@echo "build/site/html; to read it: python3 -m http.server --directory build/site/html"
+
+.venvs/site/.installed: requirements/site.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+.venvs/site-node/.installed: requirements/site-node/package.json
+	@echo "Installing into $(@D) (needs npm) ..."
+	@mkdir -p $(@D) && cp $< $(@D)/
+	@npm install --prefix $(@D) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+test-site: docs .venvs/site/.installed .venvs/site-node/.installed  ## the built site and the dashboard: accessibility, keyboard, links (needs npm and Chromium)
+	$(BIN)/python -m pytest -m site --timeout 900 tests/site
 
 # The kernel that executes the lessons has the packages of .venv as well.
 LESSONS := .venvs/lessons

@@ -27,7 +27,8 @@ def prepare(folder: Path = PAGES) -> None:
     for name in assets():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(REPO / "docs" / name, folder / name)
-    shutil.copyfile(Path(__file__).with_name("extra.css"), folder / "extra.css")
+    for name in ("extra.css", "extra.js"):
+        shutil.copyfile(Path(__file__).with_name(name), folder / name)
 
 
 if __name__ == "__main__":
