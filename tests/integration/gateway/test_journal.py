@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.journal import writer
 from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
@@ -272,3 +274,25 @@ async def test_the_file_stays_bounded(tmp_path: Path) -> None:
 def read_only_turn() -> Turn:
     ids = np.arange(200, dtype=np.int32)
     return Turn(0, None, ids, ids, np.zeros(200, np.float32), (), "stop", 1.0)
+
+
+async def test_consumed_sessions_leave_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MAINTAIN_S", 0.01)
+    monkeypatch.setattr(writer, "_SPARE_PAGES", 4)
+    monkeypatch.setattr(writer, "_VACUUM_PAGES", 16)
+    journal = DiskJournal(tmp_path)
+    now = asyncio.get_running_loop().time()
+    sessions = [
+        GatewaySession(
+            id=str(number), key_hash=b"", opened=now, deadline=now, number=number,
+            metadata={"large": secrets.token_hex(4000)},
+        )
+        for number in range(1, 101)
+    ]  # fmt: skip
+    await asyncio.gather(*map(journal.opened, sessions))
+    await journal.forgotten(sessions[1:])
+    await eventually(lambda: sum(path.stat().st_size for path in tmp_path.iterdir()) < 250_000)
+    await journal.close()
+    later = DiskJournal(tmp_path)
+    assert [session.metadata for session in later.load().sessions] == [sessions[0].metadata]
+    await later.close()

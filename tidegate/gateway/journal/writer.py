@@ -25,8 +25,11 @@ log = logging.getLogger("tidegate.gateway")
 MAX_BATCH = 512
 MAINTAIN_S = 1.0
 """Seconds until deleted rows are removed from the write-ahead log and unused space is freed."""
-_SPARE_PAGES = 1024
+_SPARE_PAGES = 512
 """Free pages kept for later writes."""
+
+_VACUUM_PAGES = 2048
+"""Pages freed at a time, as writes wait meanwhile."""
 
 Statement = tuple[str, Sequence[Sequence[Any]]]
 """SQL and its parameter rows."""
@@ -161,7 +164,10 @@ class Writer:
         try:
             [(spare,)] = self._connection.execute("PRAGMA freelist_count")
             if spare > _SPARE_PAGES:
-                self._connection.execute(f"PRAGMA incremental_vacuum({spare - _SPARE_PAGES})").fetchall()
+                pages = min(spare - _SPARE_PAGES, _VACUUM_PAGES)
+                # `execute` would end at the statement's first step, which frees one page.
+                self._connection.executescript(f"PRAGMA incremental_vacuum({pages})")
+                self._deleted = spare - pages > _SPARE_PAGES  # free the others later, so that writes go on
             failpoints.reach("tended.within")
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             failpoints.reach("tended.after")
