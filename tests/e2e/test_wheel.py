@@ -106,7 +106,7 @@ def test_an_installation_without_extras_serves_agents_and_environments(built: Pa
     words = [binaries / "tidegate", "gateway", "--model.path", "none"]
     refused = subprocess.run(words, cwd=tmp_path, env=clean(), capture_output=True, text=True)
     assert refused.returncode != 0
-    assert "pip install 'tidegate[gateway]'" in refused.stderr
+    assert "install Tidegate's extra 'gateway'" in refused.stderr
 
 
 def test_the_readme_has_no_relative_links(built: Path) -> None:
