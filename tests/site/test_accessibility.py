@@ -12,7 +12,7 @@ import pytest
 from tests import REPO
 from tests.e2e import chromium
 from tests.e2e.chromium import Page
-from tests.e2e.test_dashboard_browser import viewed
+from tests.e2e.dashboard.pages import viewed
 from tests.site.conftest import SITE
 from tests.unit.viewer.dashboard_run import write_dashboard_run
 
