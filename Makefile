@@ -137,7 +137,7 @@ $(LESSONS)/.installed: requirements/docs-lessons.txt | install
 	@touch $@
 
 test-docs: install $(LESSONS)/.installed  ## every lesson executed, and the cheap commands of all pages (minutes)
-	@$(BIN)/python -m docs.commands
+	@$(BIN)/python -m docs.checks.commands
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(LESSONS)/bin/python -m docs.lessons.run
 
 lessons: install $(LESSONS)/.installed  ## execute the lessons, and write their outputs, plots and notebooks

@@ -1,6 +1,6 @@
 """Code blocks of pages: settings are accepted, Python compiles and its imports resolve, commands exist.
 
-`make test-docs` runs the cheap commands (docs/commands.py). All others need a mark with the reason.
+`make test-docs` runs the cheap commands (docs/checks/commands.py). All others need a mark with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.blocks import PROGRAMS, Block, blocks, blocks_of, runs
+from docs.checks.blocks import PROGRAMS, Block, blocks, blocks_of, runs
 from tests import REPO
 from tests.unit.test_docs import TARGETS
 from tidegate.config import load_settings
