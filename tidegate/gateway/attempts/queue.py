@@ -54,22 +54,22 @@ class Poll:
 class _Queue:
     """Queued sessions, and the polls that wait for them; both in the order in which they came."""
 
-    queue: deque[GatewaySession] = field(default_factory=deque)
+    sessions: deque[GatewaySession] = field(default_factory=deque)
     polls: list[Poll] = field(default_factory=list)
 
     def wake(self) -> None:
         """Wake the first poll if there are sessions. Each poll wakes the next one when it ends."""
-        if self.queue and self.polls:
+        if self.sessions and self.polls:
             self.polls[0].wake()
 
     def pop(self, poll: Poll, capacity: int) -> list[GatewaySession]:
         """Remove a poll's sessions: of more than one waiting poll, each gets a share."""
         if poll is not self.polls[0]:
             return []
-        share = min(capacity, -(-len(self.queue) // len(self.polls)))
+        share = min(capacity, -(-len(self.sessions) // len(self.polls)))
         taken: list[GatewaySession] = []
-        while self.queue and len(taken) < share:
-            session = self.queue.popleft()
+        while self.sessions and len(taken) < share:
+            session = self.sessions.popleft()
             if session.closed is None:
                 taken.append(session)
         return taken
@@ -79,7 +79,7 @@ class AttemptQueue:
     """Offered sessions of one gateway, in the order in which they were opened.
 
     An attempt is given to one worker. Polls that wait are served in the order in which they came. The
-    trainer's own agents have a line of their own, so that they get no other attempts, and no one else theirs.
+    trainer's own agents have a queue of their own: they get no other attempts, and no one else gets theirs.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class AttemptQueue:
         self._journal = journal
         self._sessions = sessions
         self._finisher = finisher
-        self._lines = {False: _Queue(), True: _Queue()}
+        self._queues = {False: _Queue(), True: _Queue()}
         """Those of workers and of the trainer's own agents."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
@@ -108,13 +108,13 @@ class AttemptQueue:
 
     @property
     def queued(self) -> int:
-        return sum(session.closed is None for line in self._lines.values() for session in line.queue)
+        return sum(session.closed is None for queue in self._queues.values() for session in queue.sessions)
 
     def add(self, session: GatewaySession) -> None:
         """Queue an offered session."""
-        line = self._line(session)
-        line.queue.append(session)
-        line.wake()
+        queue = self._queue_of(session)
+        queue.sessions.append(session)
+        queue.wake()
 
     def restore(self, session: GatewaySession) -> None:
         """Queue an offered session after a restart, or wait for the worker that took it."""
@@ -168,30 +168,30 @@ class AttemptQueue:
             own: Whether it is a poll of the trainer's own agents.
         """
         loop = asyncio.get_running_loop()
-        line, poll = self._lines[own], Poll(worker, capacity, own, then)
+        queue, poll = self._queues[own], Poll(worker, capacity, own, then)
         if worker in self._left or worker in self._stopped or wait_s == 0:
             poll.timer = loop.call_soon(then)
             poll.woken = True
         else:
             end = math.ceil((loop.time() + wait_s) / TOGETHER_S) * TOGETHER_S
             poll.timer = loop.call_at(end, then)
-        line.polls.append(poll)
-        line.wake()
+        queue.polls.append(poll)
+        queue.wake()
         return poll
 
     def collect(self, poll: Poll) -> list[tuple[GatewaySession, str]]:
         """End a poll; return its sessions with new keys, and start their deadlines. `give` must follow."""
-        taken = [] if poll.worker in self._left else self._lines[poll.own].pop(poll, poll.capacity)
+        taken = [] if poll.worker in self._left else self._queues[poll.own].pop(poll, poll.capacity)
         self.drop(poll)
         return [(session, self._start(session, poll.worker)) for session in taken]
 
     def drop(self, poll: Poll) -> None:
         """End a poll without sessions."""
-        line = self._lines[poll.own]
+        queue = self._queues[poll.own]
         if poll.timer is not None:
             poll.timer.cancel()
-        line.polls.remove(poll)
-        line.wake()
+        queue.polls.remove(poll)
+        queue.wake()
         self._seen[poll.worker] = _now()
 
     async def give(self, taken: Sequence[tuple[GatewaySession, str]]) -> list[tuple[GatewaySession, str]]:
@@ -258,8 +258,8 @@ class AttemptQueue:
 
     def expire(self, now: float) -> None:
         """End the sessions whose worker is lost or whose deadline passed; remove lost workers."""
-        for line in self._lines.values():
-            line.queue = deque(session for session in line.queue if session.closed is None)
+        for queue in self._queues.values():
+            queue.sessions = deque(session for session in queue.sessions if session.closed is None)
         for session in self._running():
             silent, heartbeat_s = now - session.worker_seen, session.offer_heartbeat_s
             if heartbeat_s and silent >= LOST_AFTER * heartbeat_s and now < session.deadline:
@@ -277,7 +277,7 @@ class AttemptQueue:
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers of the last minutes with their numbers of running attempts."""
         now, running = _now(), Counter(session.worker or "" for session in self._running())
-        polling = {poll.worker for line in self._lines.values() for poll in line.polls}
+        polling = {poll.worker for queue in self._queues.values() for poll in queue.polls}
         return [
             {
                 "worker": name,
@@ -298,8 +298,8 @@ class AttemptQueue:
             if session.worker is not None and session.ending is None
         ]
 
-    def _line(self, session: GatewaySession) -> _Queue:
-        return self._lines[session.offer_heartbeat_s == 0]
+    def _queue_of(self, session: GatewaySession) -> _Queue:
+        return self._queues[session.offer_heartbeat_s == 0]
 
     def _start(self, session: GatewaySession, worker: str) -> str:
         """Give a session to a worker and return its new key; the key that opened it is void."""
@@ -317,17 +317,17 @@ class AttemptQueue:
             self._wake(session.worker)
 
     def _wake(self, worker: str) -> None:
-        for line in self._lines.values():
-            for poll in line.polls:
+        for queue in self._queues.values():
+            for poll in queue.polls:
                 if poll.worker == worker:
                     poll.wake()
 
     def _requeue(self, sessions: Sequence[GatewaySession]) -> None:
         for session in reversed(sessions):
             session.worker, session.on_stop, session.deadline = None, None, math.inf
-            line = self._line(session)
-            line.queue.appendleft(session)
-            line.wake()
+            queue = self._queue_of(session)
+            queue.sessions.appendleft(session)
+            queue.wake()
 
 
 def _now() -> float:

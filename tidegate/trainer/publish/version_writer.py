@@ -84,7 +84,7 @@ class VersionWriter:
         self.save_weights(place, dtype=self.dtype)
 
     def reset(self) -> None:
-        """Forget the last version, as the engines have another one: the next is written with all weights."""
+        """Write the next version with all weights: the engines have others than those of the last one."""
         self._last = None
         self._tensors = {}
 

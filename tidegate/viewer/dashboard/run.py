@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query
 
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.clients.history import VersionHistory
@@ -21,6 +23,8 @@ from tidegate.viewer.ledger import LedgerCounts, apply_entries, committed, count
 from tidegate.viewer.run_files import Row, RunFiles, enter_row, not_json, read_settings, run_directory
 from tidegate.viewer.signs.watch import SignWatch
 
+Number = Annotated[int, Query(ge=0, lt=2**53)]
+"""A step, a line or another number in a request."""
 FRESH_S = 0.3
 """Minimum time between two reads of the files."""
 QUIET_S = 60.0

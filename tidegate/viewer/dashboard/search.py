@@ -11,14 +11,13 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, prompt_of
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 
 BUDGET_S = 2.0
 """Time after which a request returns what it has found; the next one continues."""
 LINES_BETWEEN_LOOKS = 64
 """Episodes between two looks at the clock."""
 
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 Most = Annotated[int, Query(ge=1, le=500)]
 Names = Annotated[list[str], Query(max_length=20)]
 Text = Annotated[str, Query(max_length=500)]

@@ -12,11 +12,10 @@ from fastapi import Query
 from tidegate.evaluation.stats import wilson
 from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.viewer.chart import STEP, Chart, Form, Series, Tone, lines
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.formatting import printable, smoothed
 
 Sort = Literal["hardest", "easiest", "newest", "groups"]
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 Most = Annotated[int, Query(ge=1, le=500)]
 Text = Annotated[str, Query(max_length=500)]
 

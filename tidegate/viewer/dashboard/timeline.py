@@ -12,7 +12,7 @@ from fastapi import Query
 
 from tidegate.viewer.chart import rounded
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, spans_of
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.formatting import known, mappings, printable
 from tidegate.viewer.run_files import Row
 
@@ -30,7 +30,6 @@ PHASES = (
 )  # fmt: skip
 """The phases of a step, in order."""
 
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 Span = Annotated[int, Query(ge=1, le=20)]
 Interval = tuple[float, float]
 

@@ -16,7 +16,7 @@ from tidegate.viewer.dashboard import curves, episode
 from tidegate.viewer.dashboard.processes.load import processes
 from tidegate.viewer.dashboard.processes.logs import log_tail
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
 from tidegate.viewer.dashboard.statistics.distributions import distributions
@@ -30,7 +30,6 @@ from tidegate.viewer.report import banners, opening, run_name, scores, shown_set
 from tidegate.viewer.run_files import Row
 
 Wire = dict[str, Any]
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 Most = Annotated[int, Query(ge=1, le=1000)]
 Tokens = Annotated[int, Query(ge=1, le=20_000)]
 

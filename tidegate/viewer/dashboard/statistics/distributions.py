@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import Query
 
 from tidegate.viewer.chart import ticks
 from tidegate.viewer.dashboard.records import EpisodeSummary
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 
 MOST_STEPS = 80
 """Steps that are shown; of a longer run every second, fourth, eighth … step, and the newest one."""
@@ -24,7 +23,6 @@ MOST_LEVELS = 12
 BINS = 24
 
 Which = Literal["all", "trained"]
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 TRAINED = ("trained", "stepped")
 
 

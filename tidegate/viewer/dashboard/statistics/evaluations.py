@@ -8,11 +8,10 @@ from fastapi import Query
 
 from tidegate.evaluation.stats import estimate
 from tidegate.viewer.dashboard.records import EpisodeSummary
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.held_out import held_out_key, held_out_names
 from tidegate.viewer.run_files import eval_results
 
-Number = Annotated[int, Query(ge=0, lt=2**53)]
 Most = Annotated[int, Query(ge=1, le=1000)]
 
 
