@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from tidegate.viewer.dashboard.app import create_app
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.dashboard.statistics import distributions
 from tidegate.viewer.dashboard.statistics.distributions import BINS, MOST_STEPS, histograms, shown_steps
+
+
+@pytest.fixture(autouse=True)
+def _time_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributions, "BUDGET_S", math.inf)
 
 
 @pytest.fixture(scope="module")
