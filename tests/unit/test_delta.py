@@ -14,6 +14,7 @@ from tidegate.engine.weights.loading import copy_weights, read_weights
 from tidegate.trainer.checkpoint.huggingface import cast
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights import checksum, delta, delta_files
+from tidegate.weights.delta_files import VersionTensor
 from tidegate.weights.files import WeightsError
 
 
@@ -105,7 +106,15 @@ def test_a_version_is_rebuilt_as_a_directory_with_all_weights(stage: Stage, tmp_
     assert checksum.of_files(whole) == checksum.of_files(tmp_path / "expected")
 
 
-@pytest.mark.parametrize("fault", ["flipped", "cut", "missing", "base"])
+FAULTS = {
+    "flipped": "damaged",
+    "cut": "not a complete difference",
+    "missing": r"no \*.safetensors file",
+    "base": "has other weights than it was computed from",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_nothing(tmp_path: Path, fault: str) -> None:
     stage = Stage(tmp_path, "bfloat16")
     first, second, third = (stage.publish() for _ in range(3))
@@ -123,9 +132,20 @@ def test_a_fault_changes_nothing(tmp_path: Path, fault: str) -> None:
     else:
         stage.publish()
         stage.save(first, "bfloat16")
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsError, match=FAULTS[fault]):
         copy_weights(read_weights(engine, third))
     assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+
+
+def test_a_difference_from_other_weights_is_refused() -> None:
+    """An engine that receives one in a call has no header of the base to compare."""
+    rng = np.random.default_rng(0)
+    olds, others, news = ({"w": VersionTensor(rng.integers(0, 256, 64, np.uint8), 2)} for _ in range(3))
+    blobs, right = delta_files.encode(olds, news), delta_files.checksum_of(news)
+    applied = delta_files.apply("a call", {"w": 2}, blobs, olds, right)
+    assert np.array_equal(applied["w"].data, news["w"].data)
+    with pytest.raises(WeightsError, match="another checksum"):
+        delta_files.apply("a call", {"w": 2}, blobs, others, right)
 
 
 def test_an_engine_of_another_type_is_told_which(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tests.unit.test_delta import Stage
 from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights import delta_files
 
 
@@ -78,6 +79,21 @@ async def test_differences_are_published_and_a_damaged_one_is_replaced(
     assert engine.scheduler.version == "3"
     assert delta_files.is_delta(await publish(stage, publisher)), "the next one is a difference again"
     assert stage.is_live(engine.model.hf_model)
+
+
+async def test_a_publish_is_timed_until_the_engines_have_loaded_it(
+    stand: tuple[Stage, Engine, Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, engine, publisher = stand
+    timed: list[tuple[bool, str]] = []
+    monkeypatch.setattr(
+        VersionWriter,
+        "on_published",
+        lambda _, seconds: timed.append((seconds > 0, engine.scheduler.version)),
+    )
+    for _ in range(2):
+        await publish(stage, publisher)
+    assert timed == [(True, "1"), (True, "2")]
 
 
 async def test_directories_that_no_version_needs_are_removed(
