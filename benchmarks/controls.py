@@ -44,6 +44,8 @@ GOALS = {
 """Demo → minimum reward of its seeded run."""
 CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml", "shell": "shell/config.toml"}
 """Settings files of the demos that need no service beside the run."""
+CONTROL_STEPS = {"calculator": 100, "search": 25, "service": 25, "shell": 25}
+"""Steps of the controls: 300 to 400 groups."""
 
 
 @contextlib.contextmanager
@@ -104,13 +106,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--demo", choices=GOALS, default="calculator")
     parser.add_argument("--steps", type=int, default=None, help="steps of the seeded run (the demo's)")
-    parser.add_argument("--control-steps", type=int, default=25, help="steps of the controls")
+    parser.add_argument("--control-steps", type=int, help="steps of the controls (by demo)")
     parser.add_argument("--shuffles", type=int, default=3, help="runs with shuffled rewards")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
     directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-controls-"))
 
-    control = f"--trainer.steps={arguments.control_steps}"
+    control = f"--trainer.steps={arguments.control_steps or CONTROL_STEPS[arguments.demo]}"
     steps = [f"--trainer.steps={arguments.steps}"] if arguments.steps else []
     try:
         with demo(arguments.demo, directory) as (config, laid):
