@@ -51,7 +51,7 @@ class Outcome(StrEnum):
     TIMEOUT = "timeout"
     """The agent did not return before its deadline."""
     CANCELLED = "cancelled"
-    """The trainer no longer needs the episode, or a crash lost it."""
+    """The trainer no longer needs the episode, or the process that ran its agent exited."""
     UNREWARDED = "unrewarded"
     """A client's conversation for which no feedback came in time."""
 

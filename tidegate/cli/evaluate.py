@@ -27,13 +27,13 @@ def add(subparsers: Subparsers) -> None:
         "checkpoint, agent and environment), a checkpoint or model directory (an engine and a gateway are "
         "started for it), or an OpenAI-compatible endpoint (--url, --model).",
     )
-    what = parser.add_argument_group("what")
+    what = parser.add_argument_group("what to evaluate")
     what.add_argument("--config", type=Path, help="settings file; a run uses its own by default")
     what.add_argument("--url", help="OpenAI-compatible base URL, for example http://host:8000/v1")
     what.add_argument("--model", help="model name at --url")
     what.add_argument("--api-key-env", metavar="NAME", help="environment variable with the API key")
     what.add_argument("--gold", action="store_true", help="grade every gold answer; no model is needed")
-    how = parser.add_argument_group("how")
+    how = parser.add_argument_group("how to evaluate")
     how.add_argument("--n", type=int, default=1, metavar="N", help="samples per task (1)")
     how.add_argument("--k", metavar="K,K", help="values of k for pass@k (powers of two up to n, and n)")
     how.add_argument("--tasks", type=int, metavar="N", help="only the first N tasks of each set")

@@ -35,7 +35,7 @@ def add(subparsers: Subparsers) -> None:
         "--data", type=Path, metavar="FILE", help="train on the questions of a .jsonl or .parquet file"
     )
     kind.add_argument(
-        "--example", metavar="NAME", help="an example of the repository with its model, as demo or service"
+        "--example", metavar="NAME", help="an example of the repository with its model, such as demo"
     )
     parser.add_argument("--question", metavar="COLUMN", help="column of the questions in --data")
     parser.add_argument("--answer", metavar="COLUMN", help="column of the answers in --data")

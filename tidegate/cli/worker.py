@@ -23,8 +23,8 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "worker",
         help="run an agent for a training run elsewhere",
-        description="Take attempts from the gateway of a run with agent.source = \"remote\", run an agent on "
-        "them, until it is stopped.",
+        description="Take attempts from the gateway of a run with agent.source = \"remote\", and run an "
+        "agent on them until the command is stopped.",
         epilog="The environment variable TIDEGATE_WORKER_KEY sets the key, if there is no --key-file.",
     )  # fmt: skip
     parser.add_argument("--gateway", required=True, metavar="URL", help="address of the run's gateway")

@@ -12,11 +12,11 @@ Resources = dict[str, Annotated[float, Field(gt=0)]]
 
 
 class ClusterSettings(SettingsSection):
-    """Resources that processes reserve on a Ray cluster (`tidegate train --cluster`), as `{CPU = 4, GPU =
-    1}`. Defaults: a CPU per thread of the process, and a GPU if its device is cuda."""
+    """Resources that processes reserve on a Ray cluster (`tidegate train --cluster`), such as
+    `{CPU = 4, GPU = 1}`. Defaults: a CPU per thread of the process, and a GPU if its device is cuda."""
 
     trainer: Resources = {}
-    """Resources of each trainer rank, as `{CPU = 4, GPU = 1}`."""
+    """Resources of each trainer rank, such as `{CPU = 4, GPU = 1}`."""
     engine: Resources = {}
     """Resources of each engine; SGLang and vLLM reserve one GPU by default."""
     gateway: Resources = {}

@@ -16,7 +16,7 @@ class CurriculumSettings(SettingsSection):
 
     name: Literal["uniform", "difficulty"] = "uniform"
     """Which training tasks are issued. uniform: all, in the environment's order. difficulty: tasks whose
-    groups probably have equal rewards are passed over (docs/curriculum.md)."""
+    groups probably have equal rewards are skipped (docs/curriculum.md)."""
     floor: Annotated[float, Field(ge=0.01, lt=1)] = 0.05
     """Least probability with which a task is issued."""
 

@@ -28,8 +28,8 @@ class JudgeSettings(SettingsSection):
     of_kind: ClassVar[Mapping[str, str]] = {"criteria": "criteria"}
 
     url: HttpUrl | None = None
-    """OpenAI-compatible endpoint of a model that scores episodes, as http://host:8002/v1 (docs/judges.md).
-    None: there is no judge."""
+    """OpenAI-compatible endpoint of a model that scores episodes, such as http://host:8002/v1
+    (docs/judges.md). None: there is no judge."""
     model: str = ""
     """Name of the model at that endpoint."""
     api_key_env: str | None = None

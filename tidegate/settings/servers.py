@@ -20,7 +20,8 @@ class ModelSettings(SettingsSection):
 
 class EngineAddresses(SettingsSection):
     urls: list[HttpUrl] = []
-    """Addresses of running engines, as `http://host:30000`. Without them a run starts `count` engines."""
+    """Addresses of running engines, such as `http://host:30000`. Without them a run starts `count`
+    engines."""
 
 
 class ExternalEngine(SettingsSection):
@@ -99,8 +100,8 @@ class ServedGateway(SettingsSection):
     host: str = "127.0.0.1"
     """Address on which the gateway listens; 0.0.0.0 means all addresses of this machine."""
     public_url: HttpUrl | None = None
-    """URL at which agents reach the gateway, as `https://host:8000`, if it is behind a proxy or NAT. None:
-    the address on which it listens."""
+    """URL at which agents reach the gateway, such as `https://host:8000`, if it is behind a proxy or NAT.
+    None: the address on which it listens."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on which the gateway listens; 0 selects a free one."""
     admin_key: SecretKey | None = None
@@ -127,7 +128,7 @@ class ServedGateway(SettingsSection):
     feedback. If any are set, a conversation ends after
     `conversation_idle_s` even without feedback."""
     reward_range: tuple[float, float] | None = None
-    """Least and largest reward that a client may give, as [0, 1]; others are refused. None: any."""
+    """Least and largest reward that a client may give, such as [0, 1]; others are refused. None: any."""
     tracing: bool = False
     """Sends an OpenTelemetry span per episode, turn and tool call, by OTLP over HTTP. Environment variables
     such as OTEL_EXPORTER_OTLP_ENDPOINT name the collector."""
@@ -176,8 +177,8 @@ class ServedEnv(SettingsSection):
 
 class EnvSettings(ServedEnv):
     urls: list[HttpUrl] = []
-    """Addresses of running environment services (`tidegate env serve`), as `http://host:8010`. Their key is
-    given in TIDEGATE_ENV_KEY. Without them a run starts its own."""
+    """Addresses of running environment services (`tidegate env serve`), such as `http://host:8010`. Their key
+    is given in TIDEGATE_ENV_KEY. Without them a run starts its own."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

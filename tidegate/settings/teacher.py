@@ -53,7 +53,7 @@ class TeacherSettings(TeacherModel):
     """Deadline of one request, after which it is repeated. Failures are repeated for up to
     `trainer.outage_s`."""
     by_env: dict[str, TeacherModel] = {}
-    """Teachers of environments, by the environment's name, as `[trainer.teacher.by_env.arithmetic]` with
+    """Teachers of environments, by the environment's name, such as `[trainer.teacher.by_env.arithmetic]` with
     `url` or `path`; the others have the teacher above."""
 
     @property

@@ -33,7 +33,8 @@ class LoRASettings(SettingsSection):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """LoRA scale: the matrices' output is multiplied by this ÷ `rank`."""
     targets: list[str] = []
-    """Linear layers with LoRA matrices, by the end of their names, as q_proj. Empty: all but the head."""
+    """Linear layers with LoRA matrices, by the end of their names, such as q_proj. Empty: all but the
+    head."""
 
     @model_validator(mode="after")
     def _consistent(self) -> LoRASettings:

@@ -259,7 +259,7 @@ class Training:
         return await unless_stopped(self.stop, self.evaluator.rewards(step, version)) or []
 
     def _decided(self) -> bool | None:
-        """Return what a person decided about the version in test; None without a decision."""
+        """Return the operator's decision about the version in test; None without one."""
         request = read_request(self.dir)
         if request is None:
             return None
@@ -271,7 +271,7 @@ class Training:
         return read_request(self.dir) is not None
 
     async def _roll_back(self) -> None:
-        """Return to the checkpoint that a person requested, and publish its weights as a new version."""
+        """Return to the checkpoint that the operator requested, and publish its weights as a new version."""
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
@@ -295,7 +295,7 @@ class Training:
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
 
     def _lift_requested(self) -> None:
-        """Lift the quarantines that a person requested."""
+        """Lift the quarantines as the operator requested."""
         if lifted := lift_requested(self.dir, self.admission.lift):
             self.observer.note(
                 f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"

@@ -37,7 +37,7 @@ class PoolOptions:
 
 @dataclass(eq=False, slots=True)
 class EngineEndpoint:
-    """An address that generates: an engine, or a router with engines behind it."""
+    """An address that serves generation requests: an engine, or a router with engines behind it."""
 
     url: str
     control: tuple[str, ...]

@@ -138,7 +138,7 @@ class Admission:
         """Return the ticket of the next task: recycled ones first, then new ones.
 
         Args:
-            task_at: Index → training task; None: no task is passed over by the curriculum.
+            task_at: Index → training task; None: no task is skipped.
         """
         return self._cursor.next(task_at)
 

@@ -1,10 +1,10 @@
-"""Curriculum: estimates the solve rate of each task, and decides which tasks are passed over.
+"""Curriculum: estimates the solve rate of each task, and decides which tasks are skipped.
 
 The solve rate of a task has a Beta distribution, from the groups of the task and of all tasks of its kind
 that have ended. It gives the probability that the rewards of a new group differ, so that the group is not
 filtered. With the curriculum `difficulty`, a task is always issued if this probability is as high as for a
 task without a record; otherwise less often, but with at least the probability `floor`. The order of the tasks
-stays that of the environment; some of them are passed over.
+stays that of the environment; some of them are skipped.
 
 The decision about an index depends on the ledger and the seed alone, so a resumed run makes the same
 decisions as the killed one.
@@ -64,7 +64,7 @@ class Curriculum:
     step: int = 0
     """Steps taken so far."""
     skipped: int = 0
-    """Tasks that were passed over."""
+    """Tasks that were skipped."""
     issued: int = 0
     expected: float = 0.0
     """Expected number of the issued tasks whose groups have different rewards."""

@@ -15,7 +15,7 @@ class TaskCursor:
     """Position of a run in the sequence of training tasks.
 
     Args:
-        curriculum: Decides which tasks are passed over.
+        curriculum: Decides which tasks are skipped.
     """
 
     def __init__(self, curriculum: Curriculum) -> None:
@@ -29,7 +29,7 @@ class TaskCursor:
         """Return the ticket of the next task: recycled ones first, then new ones.
 
         Args:
-            task_at: Index → training task; None: no task is passed over by the curriculum.
+            task_at: Index → training task; None: no task is skipped.
         """
         if self._recycled:
             return self._recycled.popleft()
@@ -56,7 +56,7 @@ class TaskCursor:
         Args:
             progress: The checkpoint's.
             groups: All groups of the ledger. Those issued after the checkpoint have tasks that a curriculum
-                chose: these tasks are issued again, and none that it passed over.
+                chose: these tasks are issued again, and none that it skipped.
         """
         self._index = progress.cursor
         self._recycled = deque(
