@@ -244,3 +244,10 @@ def test_the_custom_agent_is_as_short_as_it_is_said_to_be() -> None:
 )
 def test_readable(size: int, text: str) -> None:
     assert readable(size) == text
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_published_weights_have_the_data_type_of_the_engine(tmp_path: Path, dtype: str, size: int) -> None:
+    settings = settings_of(BASE, tmp_path, engine={"dtype": dtype})
+    shape = read_shape(BASE)
+    assert disk_plan(settings, shape)[0].size == 3 * size * shape.parameters

@@ -258,16 +258,17 @@ def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: in
 
 
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """Returns the size of the run directory: two published versions, the best one, and checkpoints with
-    AdamW's moments and, with LoRA, the adapter."""
+    """Returns the size of the run directory: two published versions and the best one in the engine's `dtype`,
+    and checkpoints in float32 with AdamW's moments and, with LoRA, the adapter."""
     trainer, number = settings.trainer, shape.parameters
     count, where = trainer.keep_checkpoints, str(settings.run_dir)
     size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"
     if trainer.lora.rank:
         beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
         size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
+    published = BYTES[settings.engine.dtype]
     return [
-        Item(where, "disk", "published and best", f"3 × {number:,} × 4 B", 3 * number * FLOAT32),
+        Item(where, "disk", "published and best", f"3 × {number:,} × {published} B", 3 * number * published),
         Item(where, "disk", "checkpoints", f"{count} × {how}", count * size),
     ]
 
