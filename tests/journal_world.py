@@ -24,7 +24,7 @@ from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import VersionSpan, to_wire
 
@@ -224,7 +224,7 @@ class World:
             turns.on_sent(session, call)
         return texts
 
-    async def _reply(self, call: PendingTurn) -> str:
+    async def _reply(self, call: ModelCall) -> str:
         if call.task is not None:
             await call.task
         assert call.refusal is None, call.refusal

@@ -28,7 +28,7 @@ _PARTS = (
     ("response", ("http/response.py",)),
     (
         "request: body, digest, session",
-        ("http/endpoints.py", "turns/intake.py", "request_body.py", "request.py", "body_prefixes.py"),
+        ("http/endpoints.py", "turns/request_reader.py", "request_body.py", "request.py", "body_prefixes.py"),
     ),
     ("pipeline", ("/gateway/turns/", "/gateway/sessions/", "/gateway/sampling.py")),
     ("HTTP server, ASGI and routing", ("/uvicorn/", "/starlette/", "/service/direct/", "http/app.py")),

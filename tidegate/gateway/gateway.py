@@ -39,9 +39,9 @@ from tidegate.gateway.sessions.session import (
     trajectory_of,
 )
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.gateway.turns.intake import Threads
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
+from tidegate.gateway.turns.request_reader import Threads
 from tidegate.service.tracing import Spans, check_tracing
 from tidegate.types import Outcome, Trajectory, fields_of
 

@@ -15,7 +15,7 @@ from tidegate.gateway.attempts.queue import AttemptQueue
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.sessions.pending_turns import PendingTurns
+from tidegate.gateway.sessions.model_calls import SessionModelCalls
 from tidegate.gateway.turns.prompts import PromptBuilder
 from tidegate.gateway.turns.request_body import parse
 
@@ -119,7 +119,7 @@ async def test_a_reply_that_does_not_count_as_delivered_is_found(
 async def test_an_idempotency_key_that_is_not_honoured_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PendingTurns, "find_repeated", lambda *_: None)
+    monkeypatch.setattr(SessionModelCalls, "find_repeated", lambda *_: None)
     with pytest.raises(Failure, match="Idempotency-Key"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=20))
 

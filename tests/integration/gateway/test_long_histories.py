@@ -11,7 +11,7 @@ from tests.fakes import Stage, staged
 from tests.integration.gateway.sdk_stage import TASK, finished, opened
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.sessions.body_prefixes import BodyPrefixes
-from tidegate.gateway.turns import intake, request_body
+from tidegate.gateway.turns import request_body, request_reader
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -68,7 +68,7 @@ async def test_a_session_is_recorded_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int
 ) -> None:
     """With `large` 3000, most bodies are parsed in threads."""
-    monkeypatch.setattr(intake, "LARGE", large)
+    monkeypatch.setattr(request_reader, "LARGE", large)
     monkeypatch.setattr(request_body, "LARGE", large)
     repeated = 0
     read = BodyPrefixes.read
@@ -83,7 +83,7 @@ async def test_a_session_is_recorded_alike(
     model = make_model_dir(tmp_path / "tiny")
     records = []
     for least in (10**9, 0):
-        monkeypatch.setattr(intake, "MIN_BODY", least)
+        monkeypatch.setattr(request_reader, "MIN_BODY", least)
         async with staged(model) as stage:
             records.append(await conversation(stage))
         assert (repeated > 8) == (least == 0)
@@ -93,7 +93,7 @@ async def test_a_session_is_recorded_alike(
 async def test_the_prefixes_of_a_finished_session_are_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(intake, "MIN_BODY", 0)
+    monkeypatch.setattr(request_reader, "MIN_BODY", 0)
     async with staged(make_model_dir(tmp_path / "tiny")) as stage:
         access, llm = await opened(stage)
         session = stage.gateway.session(access.session_id)

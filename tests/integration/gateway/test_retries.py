@@ -20,7 +20,7 @@ from tests.integration.gateway.chat_calls import ASK
 from tests.integration.gateway.sdk_stage import finished, opened, stage
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 
 __all__ = ["stage"]
 
@@ -179,7 +179,7 @@ async def test_a_key_does_not_join_a_call_that_was_abandoned_a_moment_ago(stage:
         (call,) = session.calls.running
         before = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
         listeners, call.listeners = call.listeners, set()
-        stage.gateway.turns.abandon(session, call)
+        stage.gateway.turns.on_disconnect(session, call)
         after = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
         call.listeners = listeners
         assert (await left)[0] == 424
@@ -213,7 +213,7 @@ async def test_a_client_that_leaves_aborts_its_generation(stage: Stage, stream: 
     assert (await stage.client.finish(access.session_id, reward=0)).turns == 1
 
 
-async def made(call: PendingTurn) -> None:
+async def made(call: ModelCall) -> None:
     """Until a call that nobody listens to is over."""
     assert call.task is not None
     await call.task

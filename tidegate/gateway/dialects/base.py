@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 
 
@@ -32,7 +32,7 @@ class Usage(NamedTuple):
     reasoning: int
 
     @classmethod
-    def of(cls, calls: Sequence[PendingTurn], model: ServedModel, choices: int = 1) -> Usage:
+    def of(cls, calls: Sequence[ModelCall], model: ServedModel, choices: int = 1) -> Usage:
         """Sums finished calls, of which every `choices` consecutive ones share a prompt."""
         turns = [call.recorded.turn for call in calls]
         replies, end = [turn.output_ids.tolist() for turn in turns], model.thought_end
@@ -44,14 +44,14 @@ class Usage(NamedTuple):
         )
 
 
-def finish_reason(call: PendingTurn) -> Literal["length", "tool_calls", "stop"]:
+def finish_reason(call: ModelCall) -> Literal["length", "tool_calls", "stop"]:
     """Returns the finish reason of a reply, as in Chat Completions."""
     if call.recorded.turn.finish_reason == "length" and not call.reader.stopped:
         return "length"
     return "tool_calls" if call.recorded.reply.get("tool_calls") else "stop"
 
 
-def blocks(call: PendingTurn) -> list[tuple[Part, str]]:
+def blocks(call: ModelCall) -> list[tuple[Part, str]]:
     """Returns a reply's parts, adjacent text and reasoning joined, with the id of each tool call."""
     result: list[tuple[Part, str]] = []
     call_ids = iter(call.reader.call_ids)
@@ -93,10 +93,10 @@ class ParsedRequest(Protocol):
     @property
     def stream(self) -> bool: ...
 
-    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[ModelCall], model: ServedModel) -> bytes:
         """Returns the response body; the calls, one for each of `turn_requests`, are done."""
 
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> Events: ...
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> Events: ...
 
 
 class Dialect(Protocol):

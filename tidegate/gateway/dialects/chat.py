@@ -15,7 +15,7 @@ from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse, call_wire
 from tidegate.gateway.parsing.reply import UNFINISHED
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
@@ -42,10 +42,10 @@ class ChatRequest(choices.ChoicesRequest):
     __slots__ = ()
     id_prefix, kind = "chatcmpl", "chat.completion"
 
-    def content(self, call: PendingTurn) -> dict[str, Any]:
+    def content(self, call: ModelCall) -> dict[str, Any]:
         return {"message": {**call.recorded.reply, "refusal": None}}
 
-    def logprobs_of(self, call: PendingTurn, model: ServedModel) -> dict[str, Any]:
+    def logprobs_of(self, call: ModelCall, model: ServedModel) -> dict[str, Any]:
         """Returns a reply's logprobs, including that of its end-of-turn token."""
         turn = call.recorded.turn
         rows = []
@@ -56,7 +56,7 @@ class ChatRequest(choices.ChoicesRequest):
             rows.append({"token": text, "logprob": logprob, "bytes": data, "top_logprobs": []})
         return {"content": rows, "refusal": None}
 
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ChatEvents:
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> ChatEvents:
         return ChatEvents(self, calls, model)
 
 
@@ -117,7 +117,7 @@ def _template_options(payload: dict[str, Any]) -> dict[str, Any]:
 class ChatEvents(choices.ChoiceEvents):
     """Formats the parts of calls as server-sent events."""
 
-    def __init__(self, request: ChatRequest, calls: Sequence[PendingTurn], model: ServedModel) -> None:
+    def __init__(self, request: ChatRequest, calls: Sequence[ModelCall], model: ServedModel) -> None:
         super().__init__(request, calls, model, "chat.completion.chunk", {"delta": {}})
         self._called = [0] * len(calls)
 

@@ -14,7 +14,7 @@ from tidegate.gateway.dialects.base import ServedModel, Usage, finish_reason
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 
 MAX_CHOICES = 128
 READ = frozenset(
@@ -72,32 +72,32 @@ class ChoicesRequest(ABC):
         return cls(turn_requests, n, logprobs, fields.stream(payload), bool(options.get("include_usage")))
 
     @abstractmethod
-    def content(self, call: PendingTurn) -> dict[str, Any]:
+    def content(self, call: ModelCall) -> dict[str, Any]:
         """Returns the fields of a choice that hold its reply."""
 
     @abstractmethod
-    def logprobs_of(self, call: PendingTurn, model: ServedModel) -> dict[str, Any]: ...
+    def logprobs_of(self, call: ModelCall, model: ServedModel) -> dict[str, Any]: ...
 
     @abstractmethod
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ChoiceEvents: ...
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> ChoiceEvents: ...
 
-    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[ModelCall], model: ServedModel) -> bytes:
         choices = [self.choice(index, call, self.content(call), model) for index, call in enumerate(calls)]
         head = self.head(calls, model, self.kind)
         return orjson.dumps({**head, "choices": choices, "usage": self.usage(calls, model)})
 
     def choice(
-        self, index: int, call: PendingTurn, content: dict[str, Any], model: ServedModel
+        self, index: int, call: ModelCall, content: dict[str, Any], model: ServedModel
     ) -> dict[str, Any]:
         """Returns a choice whose reply is complete."""
         logprobs = self.logprobs_of(call, model) if self.logprobs else None
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason(call)}
 
-    def head(self, calls: Sequence[PendingTurn], model: ServedModel, kind: str) -> dict[str, Any]:
+    def head(self, calls: Sequence[ModelCall], model: ServedModel, kind: str) -> dict[str, Any]:
         key = f"{self.id_prefix}-{calls[0].id}"
         return {"id": key, "object": kind, "created": calls[0].created, "model": model.name}
 
-    def usage(self, calls: Sequence[PendingTurn], model: ServedModel) -> dict[str, Any]:
+    def usage(self, calls: Sequence[ModelCall], model: ServedModel) -> dict[str, Any]:
         usage = Usage.of(calls, model, self.choices)
         return {
             "prompt_tokens": usage.prompt,
@@ -116,7 +116,7 @@ class ChoiceEvents(ABC):
     def __init__(
         self,
         request: ChoicesRequest,
-        calls: Sequence[PendingTurn],
+        calls: Sequence[ModelCall],
         model: ServedModel,
         kind: str,
         last: dict[str, Any],

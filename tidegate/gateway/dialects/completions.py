@@ -11,7 +11,7 @@ from tidegate.gateway.dialects.base import ServedModel
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.parts import Part
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
@@ -26,10 +26,10 @@ class CompletionsRequest(choices.ChoicesRequest):
     __slots__ = ()
     id_prefix, kind = "cmpl", "text_completion"
 
-    def content(self, call: PendingTurn) -> dict[str, Any]:
+    def content(self, call: ModelCall) -> dict[str, Any]:
         return {"text": call.recorded.reply["content"]}
 
-    def logprobs_of(self, call: PendingTurn, model: ServedModel) -> dict[str, Any]:
+    def logprobs_of(self, call: ModelCall, model: ServedModel) -> dict[str, Any]:
         """Returns a reply's logprobs; offsets refer to the text of its tokens, including special tokens."""
         turn = call.recorded.turn
         tokens = [model.token_text(token) for token in turn.output_ids.tolist()]
@@ -37,7 +37,7 @@ class CompletionsRequest(choices.ChoicesRequest):
         values = turn.logprobs.tolist()
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> CompletionEvents:
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> CompletionEvents:
         return CompletionEvents(self, calls, model, self.kind, {"text": ""})
 
 

@@ -16,7 +16,7 @@ from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
 from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Message
 
@@ -49,13 +49,13 @@ class MessagesRequest:
     turn_requests: Sequence[TurnRequest]
     stream: bool
 
-    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[ModelCall], model: ServedModel) -> bytes:
         [call] = calls
         content = [_block(part, key, call.id) for part, key in blocks(call)]
         usage = _usage(Usage.of(calls, model))
         return orjson.dumps({**_head(call, model), "content": content, **_end(call), "usage": usage})
 
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> MessageEvents:
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> MessageEvents:
         [call] = calls
         return MessageEvents(call, model)
 
@@ -213,7 +213,7 @@ def _assistant_message(content: list[Any], where: str) -> Message:
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def _head(call: PendingTurn, model: ServedModel) -> dict[str, Any]:
+def _head(call: ModelCall, model: ServedModel) -> dict[str, Any]:
     return {"id": f"msg_{call.id}", "type": "message", "role": "assistant", "model": model.name}
 
 
@@ -226,7 +226,7 @@ def _block(part: Part, key: str = "", signature: str = "") -> dict[str, Any]:
     return {"type": "text", "text": part}
 
 
-def _end(call: PendingTurn) -> dict[str, Any]:
+def _end(call: ModelCall) -> dict[str, Any]:
     stop = call.reader.stopped
     reason = _STOP_REASONS[finish_reason(call)] if stop is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": stop}
@@ -247,7 +247,7 @@ class MessageEvents:
 
     ping = event({"type": "ping"}, "ping")
 
-    def __init__(self, call: PendingTurn, model: ServedModel) -> None:
+    def __init__(self, call: ModelCall, model: ServedModel) -> None:
         self._call = call
         self._model = model
         self._index = -1

@@ -22,7 +22,7 @@ from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.types import Message
@@ -65,7 +65,7 @@ class ResponsesRequest:
     def stream(self) -> bool:
         return self.turn_request.stream
 
-    def body(self, calls: Sequence[PendingTurn], model: ServedModel) -> bytes:
+    def body(self, calls: Sequence[ModelCall], model: ServedModel) -> bytes:
         [call] = calls
         events = ResponseEvents(call, self, model)
         for part in call.reader.parts:
@@ -73,11 +73,11 @@ class ResponsesRequest:
         events.close(_status(call))
         return orjson.dumps(self.final_body(call, model, events.items))
 
-    def events(self, calls: Sequence[PendingTurn], model: ServedModel) -> ResponseEvents:
+    def events(self, calls: Sequence[ModelCall], model: ServedModel) -> ResponseEvents:
         [call] = calls
         return ResponseEvents(call, self, model)
 
-    def initial_body(self, call: PendingTurn, model: ServedModel) -> dict[str, Any]:
+    def initial_body(self, call: ModelCall, model: ServedModel) -> dict[str, Any]:
         """Returns the response body at the start of its call."""
         return {
             "id": f"resp_{call.id}" + _INSTRUCTED * self.instructed,
@@ -94,9 +94,7 @@ class ResponsesRequest:
             **self.echo,
         }
 
-    def final_body(
-        self, call: PendingTurn, model: ServedModel, items: list[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def final_body(self, call: ModelCall, model: ServedModel, items: list[dict[str, Any]]) -> dict[str, Any]:
         payload: dict[str, Any] = {
             "status": _status(call),
             "output": items,
@@ -234,7 +232,7 @@ def _echo(payload: dict[str, Any], turn_request: TurnRequest) -> dict[str, Any]:
 # -- replies -----------------------------------------------------------------------------------------
 
 
-def _status(call: PendingTurn) -> str:
+def _status(call: ModelCall) -> str:
     return "incomplete" if finish_reason(call) == "length" else "completed"
 
 
@@ -253,7 +251,7 @@ class ResponseEvents:
 
     ping = fields.PING
 
-    def __init__(self, call: PendingTurn, request: ResponsesRequest, model: ServedModel) -> None:
+    def __init__(self, call: ModelCall, request: ResponsesRequest, model: ServedModel) -> None:
         self._call = call
         self._request = request
         self._model = model

@@ -17,11 +17,11 @@ from tidegate.gateway.errors import ApiError, unknown_model
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import ResponseWriter, refuse, respond
 from tidegate.gateway.request import RawBody
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.intake import Intake
 from tidegate.gateway.turns.redaction import redact_body
 from tidegate.gateway.turns.request_body import LARGE, ClientGone, read_body
+from tidegate.gateway.turns.request_reader import RequestReader
 from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
@@ -41,7 +41,7 @@ class DialectEndpoint:
         gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            if (client := client_of(gateway, scope, headers)) is not None:
+            if (client := client_name(gateway, scope, headers)) is not None:
                 self._check_rate(client)
                 body = await redacted(gateway, await read_body(receive))
                 session = await self._conversations.session_of(client, self._dialect, body, headers)
@@ -74,7 +74,7 @@ class DialectEndpoint:
 
     async def _read_request(
         self, session: GatewaySession, headers: dict[bytes, bytes], receive: Receive
-    ) -> tuple[ParsedRequest, list[PendingTurn]]:
+    ) -> tuple[ParsedRequest, list[ModelCall]]:
         """Reads a request and starts its calls; if one is refused, all are.
 
         A retry of a call is recognised by its position in the request.
@@ -84,12 +84,12 @@ class DialectEndpoint:
         retries = headers.get(b"x-stainless-retry-count", b"0")
         retry = retries.isdigit() and bool(retries.strip(b"0"))
         dialect_name = self._dialect.__name__.encode()
-        calls: list[PendingTurn] = []
-        async with Intake(session, gateway.turns, gateway.threads) as intake:
-            body = await intake.body(receive)
-            parsed = await intake.parse(body, _position(dialect_name, 0))
+        calls: list[ModelCall] = []
+        async with RequestReader(session, gateway.turns, gateway.threads) as reader:
+            body = await reader.body(receive)
+            parsed = await reader.parse(body, _position(dialect_name, 0))
             await gateway.turns.wait_for_closed_streams(session, parsed.text)
-            request = await intake.read(
+            request = await reader.read(
                 parsed,
                 lambda payload: self._dialect.read(payload, session),
                 lambda request: request.turn_requests,
@@ -101,15 +101,15 @@ class DialectEndpoint:
                     position = _position(dialect_name, index)
                     turn_request = replace(
                         turn_request,
-                        digest=await intake.digest(position, body, first=index == 0),
+                        digest=await reader.digest(position, body, first=index == 0),
                         idempotency_key=None if key is None else (position + key).decode("latin-1"),
                         exempt=exempt,
                         retry=retry,
                     )
-                    calls.append(await intake.call(turn_request))
+                    calls.append(await reader.call(turn_request))
             except BaseException:
                 for call in calls:
-                    gateway.turns.abandon(session, call)
+                    gateway.turns.on_disconnect(session, call)
                 raise
         return request, calls
 
@@ -129,19 +129,19 @@ class CountEndpoint:
         gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            if client_of(gateway, scope, headers) is None:
+            if client_name(gateway, scope, headers) is None:
                 session = authenticate(gateway, scope, headers)
             else:  # a prompt of a conversation counts as if it began one
                 session = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=math.inf)
             if gateway.options.redact is not None:
                 receive = replay(await redacted(gateway, await read_body(receive)), receive)
-            async with Intake(session, gateway.turns, gateway.threads) as intake:
-                body = await intake.body(receive)
-                parsed = await intake.parse(body)
-                turn_request = await intake.read(
+            async with RequestReader(session, gateway.turns, gateway.threads) as reader:
+                body = await reader.body(receive)
+                parsed = await reader.parse(body)
+                turn_request = await reader.read(
                     parsed, messages.read_prompt, lambda request: [request], record_overflow=False
                 )
-                tokens = await intake.count(turn_request)
+                tokens = await reader.count(turn_request)
         except ClientGone:
             return
         except ApiError as refusal:
@@ -164,7 +164,7 @@ class ModelsEndpoint:
         dialect = messages if b"anthropic-version" in headers else chat
         name = scope["path_params"].get("name")
         try:
-            if client_of(self._gateway, scope, headers) is None:
+            if client_name(self._gateway, scope, headers) is None:
                 authenticate(self._gateway, scope, headers)
             if name not in (None, MODEL_NAME):
                 raise unknown_model(name, MODEL_NAME)
@@ -206,7 +206,7 @@ def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) ->
     return gateway.sessions.authenticate(_key(headers), _session_id(scope))
 
 
-def client_of(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
+def client_name(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
     """Returns the name of a call's project key; None for other keys, and for paths that name a session."""
     return None if _session_id(scope) is not None else gateway.keys.name_of(_key(headers))
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Send
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.service.direct.asgi import DirectReceive
@@ -33,7 +33,7 @@ class ResponseWriter:
         session: GatewaySession,
         dialect: Dialect,
         request: ParsedRequest,
-        calls: Sequence[PendingTurn],
+        calls: Sequence[ModelCall],
         turns: TurnPipeline,
         metrics: GatewayMetrics,
         model: ServedModel,
@@ -61,7 +61,7 @@ class ResponseWriter:
             for call in self._calls:
                 call.listeners.discard(self._updated)
                 if not delivered:
-                    self._turns.abandon(self._session, call, closed=disconnected.done())
+                    self._turns.on_disconnect(self._session, call, closed=disconnected.done())
             disconnected.remove_done_callback(self._on_disconnect)
             disconnected.cancel()
 

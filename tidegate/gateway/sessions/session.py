@@ -13,7 +13,7 @@ from tidegate.gateway.engines.engine import Affinity
 from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.sessions.body_prefixes import BodyPrefixes
 from tidegate.gateway.sessions.limits import Seconds, SessionLimits
-from tidegate.gateway.sessions.pending_turns import PendingTurns
+from tidegate.gateway.sessions.model_calls import SessionModelCalls
 from tidegate.gateway.sessions.tool_calls import MAX_RECORDED, SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
 from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
@@ -102,7 +102,7 @@ class GatewaySession(SessionRequest):
     former_keys: list[bytes] = field(default_factory=list)
     """Hashes of earlier keys, which are void, but recognise a repeated request to open it."""
     tree: TurnTree = field(default_factory=TurnTree)
-    calls: PendingTurns = field(default_factory=PendingTurns)
+    calls: SessionModelCalls = field(default_factory=SessionModelCalls)
     tool_calls: SessionToolCalls = field(default_factory=SessionToolCalls)
     set_up: bool = False
     """Whether its environment has made its state."""

@@ -18,7 +18,7 @@ from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.gateway.turns.prompts import PromptBuilder, Rendered
@@ -48,7 +48,7 @@ class TurnPipeline:
         rendered: Rendered | None = None,
         *,
         inline: bool = True,
-    ) -> PendingTurn:
+    ) -> ModelCall:
         """Returns the call for a request: a new one, or the one that the request repeats. The call is done
         when its turn is written to the journal; only then may the reply be sent. Raises ApiError, and
         LargeText if the prompt must be rendered in a thread and passed as `rendered`."""
@@ -60,7 +60,7 @@ class TurnPipeline:
             repeated = None
         if repeated is not None:
             self._metrics.retries_joined += 1
-        if isinstance(repeated, PendingTurn):
+        if isinstance(repeated, ModelCall):
             return repeated
         if isinstance(repeated, TurnNode):
             call = self.prompts.recorded_call(request, repeated)
@@ -84,18 +84,18 @@ class TurnPipeline:
     def check_open(self, session: GatewaySession) -> None:
         session.check_open(asyncio.get_running_loop().time())
 
-    def _start(self, session: GatewaySession, call: PendingTurn, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, session: GatewaySession, call: ModelCall, work: Coroutine[Any, Any, None]) -> None:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
         call.task.add_done_callback(lambda task: self._on_done(session, call, task))
 
-    async def _repeat(self, session: GatewaySession, call: PendingTurn, node: TurnNode) -> None:
+    async def _repeat(self, session: GatewaySession, call: ModelCall, node: TurnNode) -> None:
         call.prompt_tokens = len(session.tree.sequence(node.turn.index)) - len(node.turn.output_ids)
         call.on_ids(node.turn.output_ids.tolist())
         call.reader.finish()
         call.reader.call_ids = [tool_call["id"] for tool_call in node.reply.get("tool_calls") or ()]
         await self._commit(session, call, node)
 
-    async def _generate(self, session: GatewaySession, call: PendingTurn) -> None:
+    async def _generate(self, session: GatewaySession, call: ModelCall) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
         before = session.affinity.disruptions
         try:
@@ -129,7 +129,7 @@ class TurnPipeline:
         session.unpersisted[node.turn.index] = node
         await self._commit(session, call, node)
 
-    async def _commit(self, session: GatewaySession, call: PendingTurn, node: TurnNode) -> None:
+    async def _commit(self, session: GatewaySession, call: ModelCall, node: TurnNode) -> None:
         """Waits until the journal has a turn and earlier ones whose write failed; then the call is done."""
         index = node.turn.index
         if index in session.unpersisted:
@@ -162,7 +162,7 @@ class TurnPipeline:
                 session.unpersisted[node.turn.index] = node
                 session.calls.add_recorded(node)
 
-    def _append(self, session: GatewaySession, call: PendingTurn, result: GenerateResult) -> TurnNode:
+    def _append(self, session: GatewaySession, call: ModelCall, result: GenerateResult) -> TurnNode:
         turn = call.turn(result)
         prompt, reply = call.engine_request.prompt, call.reader.message()
         node = session.tree.append(turn, prompt, call.attachment, call.new_messages, reply, call.request)
@@ -182,7 +182,7 @@ class TurnPipeline:
         _log_turn(session, turn, call.prompt_tokens)
         return node
 
-    def _on_done(self, session: GatewaySession, call: PendingTurn, task: asyncio.Task[None]) -> None:
+    def _on_done(self, session: GatewaySession, call: ModelCall, task: asyncio.Task[None]) -> None:
         """Ends a call and notifies its listeners."""
         if task.cancelled():
             call.refusal = call.refusal or engine_failure(ABANDONED)
@@ -195,7 +195,7 @@ class TurnPipeline:
         session.calls.on_done(call)
         call.notify()
 
-    def abandon(self, session: GatewaySession, call: PendingTurn, *, closed: bool = False) -> None:
+    def on_disconnect(self, session: GatewaySession, call: ModelCall, *, closed: bool = False) -> None:
         """Handles a listener that disconnected early; the last one to do so aborts the generation. If the
         client closed a stream, the turn keeps the part that was delivered."""
         if call.listeners or call.refusal is not None or call.task is None:
@@ -209,20 +209,20 @@ class TurnPipeline:
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
 
-    def deliver(self, session: GatewaySession, call: PendingTurn) -> None:
+    def deliver(self, session: GatewaySession, call: ModelCall) -> None:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
         self.prompts.mark_delivered(session, call.recorded.turn.index)
         session.engine_error = session.restart_reason = session.context_overflow = None
 
-    def _close(self, session: GatewaySession, call: PendingTurn) -> None:
+    def _close(self, session: GatewaySession, call: ModelCall) -> None:
         session.calls.forget(call)
         session.engine_error = session.restart_reason = session.context_overflow = None
         call.engine_request.close()
         if call.node is not None:
             self._cut(session, call)
 
-    def _cut(self, session: GatewaySession, call: PendingTurn) -> None:
+    def _cut(self, session: GatewaySession, call: ModelCall) -> None:
         """Truncates a recorded turn to the delivered part."""
         session.calls.on_delivered(call)
         node = call.recorded
@@ -267,7 +267,7 @@ class TurnPipeline:
                 self._close(session, call)
         await self.wait_for_closed_streams(session)
 
-    def on_sent(self, session: GatewaySession, call: PendingTurn) -> None:
+    def on_sent(self, session: GatewaySession, call: ModelCall) -> None:
         self._journal.sent(session, call.recorded.turn.index)
 
 

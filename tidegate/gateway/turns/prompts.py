@@ -25,7 +25,7 @@ from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderabl
 from tidegate.gateway.rendering.token_bound import TokenBound, min_characters
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling, SamplingRules, StructuredOutput, token_budget
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids
@@ -139,7 +139,7 @@ class PromptBuilder:
 
     def prepare(
         self, session: GatewaySession, request: TurnRequest, rendered: Rendered, remaining_tokens: int | None
-    ) -> PendingTurn:
+    ) -> ModelCall:
         """Creates a call that may sample up to `remaining_tokens` of the session's budget."""
         request = self._without_unread_options(request)
         attachment, delta, branch = self._accept(session, rendered)
@@ -167,7 +167,7 @@ class PromptBuilder:
         )
         engine_request = self._engine_request(session, request, prompt, budget)
         self._metrics.rendered_tokens += len(delta)
-        return PendingTurn(
+        return ModelCall(
             request.digest,
             attachment,
             delta,
@@ -215,13 +215,13 @@ class PromptBuilder:
             self._metrics.undelivered_turns -= 1
             session.tree.mark_delivered(index)
 
-    def recorded_call(self, request: TurnRequest, node: TurnNode) -> PendingTurn:
+    def recorded_call(self, request: TurnRequest, node: TurnNode) -> ModelCall:
         """Creates a call for a repeated request whose turn `node` is already recorded."""
         delta = node.turn.delta_ids
         attachment = Attachment(node.turn.parent, 0, node.history_hash, None, node.tools_hash)
         engine_request = GenerateRequest(delta[:0], {}, 0, request.stream)
         new_reader = partial(self._reader, request, delta)
-        call = PendingTurn(
+        call = ModelCall(
             request.digest,
             attachment,
             delta,

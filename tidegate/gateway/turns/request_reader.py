@@ -20,7 +20,7 @@ from tidegate.gateway.large_json import Folded
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.body_prefixes import MIN_BODY
-from tidegate.gateway.sessions.pending_turns import PendingTurn
+from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import Rendered
@@ -58,8 +58,8 @@ class Threads:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Intake:
-    """One request of a session. An async context manager, as it may hold the session's prepare lock."""
+class RequestReader:
+    """Reads one request of a session. An async context manager, as it may hold the session's prepare lock."""
 
     def __init__(self, session: GatewaySession, turns: TurnPipeline, threads: Threads) -> None:
         self._session = session
@@ -71,7 +71,7 @@ class Intake:
         """Stores the value of the body for later ones, and returns its digest."""
         self._first_digest: bytes | None = None
 
-    async def __aenter__(self) -> Intake:
+    async def __aenter__(self) -> RequestReader:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -149,7 +149,7 @@ class Intake:
         if self._store_prefix is not None:
             self._first_digest = self._store_prefix(value)
 
-    async def call(self, request: TurnRequest) -> PendingTurn:
+    async def call(self, request: TurnRequest) -> ModelCall:
         """Returns the call for a request. Raises ApiError."""
         try:
             return self._turns.call(self._session, request, inline=not self._large)

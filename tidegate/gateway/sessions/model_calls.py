@@ -24,8 +24,8 @@ from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
 
 
 @dataclass(eq=False, slots=True)
-class PendingTurn:
-    """A request whose turn is not recorded yet."""
+class ModelCall:
+    """A request for one reply, until its turn is recorded and delivered."""
 
     digest: bytes
     attachment: Attachment
@@ -129,20 +129,20 @@ class PendingTurn:
         )
 
 
-class PendingTurns:
+class SessionModelCalls:
     """The calls of one session that are running or may be retried."""
 
     def __init__(self) -> None:
         self.started_calls = 0
-        self.running: set[PendingTurn] = set()
-        self._by_idempotency_key: dict[str, PendingTurn | TurnNode] = {}
-        self._undelivered: list[PendingTurn] = []
+        self.running: set[ModelCall] = set()
+        self._by_idempotency_key: dict[str, ModelCall | TurnNode] = {}
+        self._undelivered: list[ModelCall] = []
         self._recorded: list[TurnNode] = []
         self._delivered: dict[bytes, TurnNode] = {}
         """Newest delivered turn of each digest; a retry shows that its reply was lost in transit."""
         self._abandoned: Counter[bytes] = Counter()
 
-    def add(self, call: PendingTurn) -> None:
+    def add(self, call: ModelCall) -> None:
         self.started_calls += 1
         self.running.add(call)
         self._undelivered.append(call)
@@ -161,12 +161,12 @@ class PendingTurns:
 
     def find_repeated(
         self, digest: bytes, idempotency_key: str | None, retry: bool
-    ) -> PendingTurn | TurnNode | None:
+    ) -> ModelCall | TurnNode | None:
         """Returns the call or the recorded turn that a request repeats, or None for a new request. Raises
         ApiError if an idempotency key is reused with another body."""
         earlier = None if idempotency_key is None else self._by_idempotency_key.get(idempotency_key)
         if earlier is not None:
-            pending = earlier if isinstance(earlier, PendingTurn) else None
+            pending = earlier if isinstance(earlier, ModelCall) else None
             if earlier.request.digest != digest:
                 raise ApiError(
                     "Idempotency-Key: it was sent with another body before; use a new key",
@@ -194,19 +194,19 @@ class PendingTurns:
             return None
         return node
 
-    def on_done(self, call: PendingTurn) -> None:
+    def on_done(self, call: ModelCall) -> None:
         """Handles the end of a generation; failed and abandoned calls cannot be retried."""
         self.running.discard(call)
         call.engine_request.prompt = np.empty(0, np.int32)  # a retry needs only the reply
         if call.node is None:
             self.forget(call)
 
-    def on_abandoned(self, call: PendingTurn) -> None:
+    def on_abandoned(self, call: ModelCall) -> None:
         """Handles a call whose last listener disconnected before the reply."""
         self._abandoned[call.digest] += 1
         self.forget(call)
 
-    def on_delivered(self, call: PendingTurn) -> None:
+    def on_delivered(self, call: ModelCall) -> None:
         """Replaces a delivered call by its recorded turn, which a retry may still get."""
         self.forget(call)
         self._delivered[call.digest] = call.recorded
@@ -219,7 +219,7 @@ class PendingTurns:
         if node.request.idempotency_key is not None:
             self._by_idempotency_key.pop(node.request.idempotency_key, None)
 
-    def forget(self, call: PendingTurn) -> None:
+    def forget(self, call: ModelCall) -> None:
         """Lets no retry join a call, for instance as its client disconnected after a part of the reply."""
         if call in self._undelivered:
             self._undelivered.remove(call)
