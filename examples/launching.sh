@@ -1,7 +1,8 @@
+# shellcheck shell=bash
 # Sourced by launch scripts: changes to the repository's root and puts its own `tidegate` first on the path.
 
 called_from=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 export PATH="$PWD/.venv/bin:$PATH"
 
 # needs COUNT USAGE WORDS...: exits with the usage message if there are fewer than COUNT words.

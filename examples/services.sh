@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by launch scripts: starts servers that run until the script ends.
 
 services=()
@@ -9,22 +10,32 @@ stop_services() {
 }
 trap stop_services EXIT
 
-# start NAME READY_URL COMMAND...: starts a server with its log in runs/logs, and returns when READY_URL responds.
-start() {
-  local name=$1 ready=$2
-  shift 2
+# launch NAME COMMAND...: starts a server with its log in runs/logs.
+launch() {
+  local name=$1
+  shift
   mkdir -p runs/logs
   "$@" >"runs/logs/$name.log" 2>&1 &
   services+=($!)
   echo "$name: starting (log: runs/logs/$name.log)"
-  until python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$ready" 2>/dev/null; do
-    if ! kill -0 "${services[-1]}" 2>/dev/null; then
-      echo "$name did not start; the end of its log:" >&2
-      tail -5 "runs/logs/$name.log" >&2
+}
+
+# until_ready NAME PROCESS READY_URL: returns when READY_URL responds; exits if the process has ended.
+until_ready() {
+  until python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' "$3" 2>/dev/null; do
+    if ! kill -0 "$2" 2>/dev/null; then
+      echo "$1 did not start; the end of its log:" >&2
+      tail -5 "runs/logs/$1.log" >&2
       exit 3
     fi
     sleep 1
   done
+}
+
+# start NAME READY_URL COMMAND...: starts a server, and returns when READY_URL responds.
+start() {
+  launch "$1" "${@:3}"
+  until_ready "$1" "${services[-1]}" "$2"
 }
 
 # as_list URL...: formats a list of strings as a setting.

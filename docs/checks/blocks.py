@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROGRAMS = {
     "cd", "docker", "export", "git", "hf", "kubectl", "make", "npm", "pip", "python", "python3",
-    "tidegate", "uv", "uvicorn",
+    "sbatch", "sky", "tidegate", "uv", "uvicorn",
 }  # fmt: skip
 """First words by which a block without a language is recognised as commands."""
 CHEAP = {"audit", "doctor", "tasks"}
