@@ -27,7 +27,7 @@ from common import Check, report
 
 from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.trainer.batch.credit import Advantage, Credit, GroupCredit
+from tidegate.trainer.batch.credit import Advantage, BaselineCredit, CreditAssignment
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
@@ -61,10 +61,10 @@ def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
         yield CONFIG, told(url)
 
 
-def shuffled(settings: TrainerSettings, seed: int) -> Credit:
-    """Credit that shuffles a batch's advantages among its trajectories."""
+def shuffled(settings: TrainerSettings, seed: int) -> CreditAssignment:
+    """CreditAssignment that shuffles a batch's advantages among its trajectories."""
     rng = random.Random(seed)
-    plain = GroupCredit(settings)
+    plain = BaselineCredit(settings)
 
     def credit(groups: Sequence[Group]) -> list[list[Advantage]]:
         advantages = plain(groups)
@@ -75,7 +75,7 @@ def shuffled(settings: TrainerSettings, seed: int) -> Credit:
     return credit
 
 
-def train(settings: Settings, credit: Credit | None = None) -> dict[str, Any]:
+def train(settings: Settings, credit: CreditAssignment | None = None) -> dict[str, Any]:
     """Trains; returns the held-out reward before and after."""
     began = time.monotonic()
     view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)

@@ -28,7 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import Settings, TrainerSettings
 from tidegate.plan.memory import memory_plan, read_shape
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -68,13 +68,13 @@ def make_larger_model() -> Any:
     return Qwen3ForCausalLM(config).eval()
 
 
-def long_rows() -> list[TrainSequence]:
+def long_rows() -> list[TrainingSequence]:
     rng = np.random.default_rng(0)
     length = LONG["tokens"] + 1
     mask = np.arange(length) > 0
     plain, versions = np.ones(length, np.float32), np.zeros(length, np.int64)
     return [
-        TrainSequence(
+        TrainingSequence(
             rng.integers(0, 4096, length).astype(np.int32), mask, -8 * plain, versions, plain, plain
         )
         for _ in range(LONG["rows"])

@@ -48,7 +48,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 
 Results = list[dict[str, Any]]
@@ -251,13 +251,13 @@ def decode(path: Path, shape: Shape, bound: Device) -> Results:
 # -- the optimiser step
 
 
-def rows_of_one_length(shape: Shape) -> list[TrainSequence]:
+def rows_of_one_length(shape: Shape) -> list[TrainingSequence]:
     """Random rows without shared prefixes; the last three quarters of each row are trained."""
     rng = np.random.default_rng(0)
     n = shape.row_tokens
     vocab = shape.model["vocab_size"]
     return [
-        TrainSequence(
+        TrainingSequence(
             ids=rng.integers(0, vocab, n).astype(np.int32),
             mask=np.arange(n) >= n // 4,
             logprobs=np.full(n, -np.log(vocab), np.float32),

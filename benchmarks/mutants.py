@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
 CLIENTS, CURRICULUM, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "curriculum", "streaks"))
-VERSIONS, OUTSTANDING, CURSOR = (
-    CORE.with_name(f"{name}.py") for name in ("versions", "outstanding", "cursor")
+VERSIONS, IN_FLIGHT, CURSOR = (
+    CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight", "cursor")
 )
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, CURRICULUM, STREAKS, VERSIONS, OUTSTANDING, CURSOR, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, CURRICULUM, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
@@ -49,26 +49,26 @@ class Fault:
 
 
 FAULTS = [
-    Fault("gate_one_too_many", "self.outstanding() >= self.rules.capacity", "self.outstanding() > self.rules.capacity"),
+    Fault("gate_one_too_many", "self.in_flight() >= self.rules.capacity", "self.in_flight() > self.rules.capacity"),
     Fault("gate_ignores_interval", "* self.groups_per_batch * self.publish_interval", "* self.groups_per_batch", RULES),
     Fault("gate_one_batch_more", "return (staleness + 1) * self", "return (staleness + 2) * self", RULES),
     Fault("gate_forgets_concurrency", "self.unsettled_slots() + self.rules.group_size > self.rules.max_running", "False"),
-    Fault("gate_counts_groups", "        self._outstanding.unsettled -= 1\n        return self._settle", "        return self._settle"),
+    Fault("gate_counts_groups", "        self._in_flight.unsettled -= 1\n        return self._settle", "        return self._settle"),
     Fault("gate_never_lets_a_large_group_in", "if self.unsettled_slots() and self.unsettled_slots() +", "if self.unsettled_slots() +"),
-    Fault("failed_groups_keep_their_places", "self.unsettled -= sum(not slot.settled(self._rules) for slot in group.slots)", "pass", OUTSTANDING),
+    Fault("failed_groups_keep_their_places", "self.unsettled -= sum(not slot.settled(self._rules) for slot in group.slots)", "pass", IN_FLIGHT),
     Fault("bound_off_by_one", "staleness > bound):", "staleness > bound + 1):", VERSIONS),
     Fault("bound_too_strict", "staleness > bound):", "staleness >= bound):", VERSIONS),
     Fault("no_sweep_before_the_batch", "        self.end_stale_groups()\n        size =", "        size ="),
     Fault("unknown_version_is_fresh", "if oldest is None or staleness is None or (bound", "if oldest is None:\n            return True\n        if staleness is None or (bound", VERSIONS),
     Fault("abandoned_lineage_is_fresh", "return not any(oldest <= version <= last for version in self.abandoned)", "return True", VERSIONS),
     Fault("abandoned_beside_older_is_fresh", "last = oldest if newest is None else newest", "last = oldest", VERSIONS),
-    Fault("reinstated_and_issued_again", "        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)\n", "", CURSOR),
-    Fault("reinstated_skips_tasks", "            self._recycled.append(self._new_ticket())\n", "            self._new_ticket()\n", CURSOR),
-    Fault("reinstated_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self.leased.append(group.id)\n", "", OUTSTANDING),
+    Fault("restored_and_issued_again", "        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)\n", "", CURSOR),
+    Fault("restored_skips_tasks", "            self._recycled.append(self._new_ticket())\n", "            self._new_ticket()\n", CURSOR),
+    Fault("restored_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self.leased.append(group.id)\n", "", IN_FLIGHT),
     Fault("stopped_tasks_are_lost", "            self._cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))\n", "            pass\n"),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.live else", "return None if oldest is None else", VERSIONS),
     Fault("batch_takes_fewer", "if len(chosen) < size:", "if len(chosen) < 1:"),
-    Fault("batch_newest_first", "choose(self._outstanding.leased,", "choose(reversed(self._outstanding.leased),"),
+    Fault("batch_newest_first", "choose(self._in_flight.leased,", "choose(reversed(self._in_flight.leased),"),
     Fault("stale_is_never_replaced", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if False:"),
     Fault("stale_is_replaced_for_ever", "if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:", "if ticket is not None:"),
     Fault("replaced_twice", "            self._cursor.recycle(TaskTicket(ticket.index, group.id,", "            self._cursor.recycle(TaskTicket(ticket.index, group.id, 1))\n            self._cursor.recycle(TaskTicket(ticket.index, group.id,"),
@@ -80,16 +80,16 @@ FAULTS = [
     Fault("ready_too_early", "if not all(slot.settled(rules) for slot in group.slots):", "if not any(slot.settled(rules) for slot in group.slots):"),
     Fault("no_quarantine", "                self._quarantine(group, outcome, why)\n", "                pass\n"),
     Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
-    Fault("late_end_resurrects", "        if (found := self._outstanding.slot_of(attempt)) is None:\n            return AttemptVerdict.LATE", "        if (found := self._outstanding.slot_of(attempt)) is None:\n            return AttemptVerdict.RETRY"),
-    Fault("attempt_left_live", "            if slot.running is not None:\n                self.end_attempt(slot.running", "            if False:\n                self.end_attempt(slot.running", OUTSTANDING),
+    Fault("late_end_resurrects", "        if (found := self._in_flight.slot_of(attempt)) is None:\n            return AttemptDecision.LATE", "        if (found := self._in_flight.slot_of(attempt)) is None:\n            return AttemptDecision.RETRY"),
+    Fault("attempt_left_live", "            if slot.running is not None:\n                self.end_attempt(slot.running", "            if False:\n                self.end_attempt(slot.running", IN_FLIGHT),
     Fault("version_used_twice", "        self.reserved += 1\n", "        self.reserved = self.live + 1\n", VERSIONS),
     Fault("publish_backwards", "if not self.live < version <= self.reserved:", "if not version <= self.reserved:", VERSIONS),
-    Fault("stepped_makes_room_at_once", "            group.phase = Phase.UNPUBLISHED\n", "            group.phase = Phase.UNPUBLISHED\n            del self.by_id[group_id]\n", OUTSTANDING),
-    Fault("stepped_never_makes_room", "if g.phase is Phase.UNPUBLISHED]:", "if False]:", OUTSTANDING),
+    Fault("stepped_makes_room_at_once", "            group.phase = Phase.UNPUBLISHED\n", "            group.phase = Phase.UNPUBLISHED\n            del self.by_id[group_id]\n", IN_FLIGHT),
+    Fault("stepped_never_makes_room", "if g.phase is Phase.UNPUBLISHED]:", "if False]:", IN_FLIGHT),
     Fault("will_be_stale_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
     Fault("will_be_stale_takes_the_admissible", "and version - oldest > bound", "and version - oldest >= bound", VERSIONS),
-    Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):", OUTSTANDING),
-    Fault("resume_loses_tickets", "return AdmissionProgress(self._index, [*self._recycled, *outstanding])", "return AdmissionProgress(self._index, [*self._recycled])", CURSOR),
+    Fault("commit_forgets_attempts", "for counts in (self.group_counts, self.attempt_counts):", "for counts in (self.group_counts,):", IN_FLIGHT),
+    Fault("resume_loses_tickets", "return AdmissionProgress(self._index, [*self._recycled, *live])", "return AdmissionProgress(self._index, [*self._recycled])", CURSOR),
     Fault("resume_forgets_the_cursor", "        self._index = progress.cursor\n", "", CURSOR),
     Fault("resume_forgets_quarantine", "            self.quarantines[line[\"task\"]] = line\n", "            pass\n", RESUME),
     Fault("resume_forgets_that_it_was_lifted", "            self.quarantines.pop(line[\"task\"], None)\n", "            pass\n", RESUME),
@@ -103,7 +103,7 @@ FAULTS = [
     Fault("infrastructure_gives_a_task_up", "outcome.trainable or outcome.is_infrastructure_failure or found", "outcome.trainable or found"),
     Fault("any_number_of_probes", "(self.suspected is None or self.probe is None)", "True", OUTAGE),
     Fault("probes_are_not_remembered", "            self.probe = attempt\n", "            pass\n", OUTAGE),
-    Fault("a_cancelled_probe_stays", "            self._outage.forget(attempt)\n", "            pass\n", OUTSTANDING),
+    Fault("a_cancelled_probe_stays", "            self._outage.forget(attempt)\n", "            pass\n", IN_FLIGHT),
     Fault("a_failed_probe_ends_the_outage", "            if outcome not in INCONCLUSIVE:\n", "            if True:\n", OUTAGE),
     Fault("outages_are_never_suspected", "sum(self._recent) >= THRESHOLD", "False", OUTAGE),
     Fault("a_late_probe_ends_the_outage", "Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome.REWARD_ERROR)", "Outcome.INFRA_ERROR,)", OUTAGE),
@@ -121,9 +121,9 @@ FAULTS = [
     Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:", CLIENTS),
     Fault("clients_groups_of_the_future", "if newest is not None and newest > version:", "if False:", CLIENTS),
     Fault("clients_groups_of_any_age", "    if not admissible:", "    if False:", CLIENTS),
-    Fault("issued_groups_are_not_in_the_ledger", "        self._record(entry(\"group\", \"issued\", id=group.id, task=group.task, **details))\n", "", OUTSTANDING),
-    Fault("clients_episodes_are_not_in_the_ledger", "            self.issue_attempt(state, slot, attempt, 1)\n", "            self._attempts[attempt] = (group.id, slot)\n            self.attempt_counts[State.LIVE] += 1\n", OUTSTANDING),
-    Fault("issued_groups_are_not_counted", "        self.group_counts[State.LIVE] += 1\n", "", OUTSTANDING),
+    Fault("issued_groups_are_not_in_the_ledger", "        self._record(entry(\"group\", \"issued\", id=group.id, task=group.task, **details))\n", "", IN_FLIGHT),
+    Fault("clients_episodes_are_not_in_the_ledger", "            self.issue_attempt(state, slot, attempt, 1)\n", "            self._attempts[attempt] = (group.id, slot)\n            self.attempt_counts[State.LIVE] += 1\n", IN_FLIGHT),
+    Fault("issued_groups_are_not_counted", "        self.group_counts[State.LIVE] += 1\n", "", IN_FLIGHT),
     Fault("a_client_has_more_than_its_share", "taken[client] >= limit:", "taken[client] > limit:", CLIENTS),
     Fault("no_client_has_a_share", "        if client is not None and taken[client] >= limit:", "        if False:", CLIENTS),
     Fault("any_number_of_a_client_waits", "waiting >= rules.client_capacity:", "False:", CLIENTS),
@@ -139,11 +139,11 @@ FAULTS = [
     Fault("a_resume_issues_committed_tasks", "for index in sorted(chosen) if index >= self._index)", "for index in sorted(chosen))", CURSOR),
     Fault("a_resume_chooses_again", "            self._index = max(self._index, 1 + max(chosen, default=-1))\n", "", CURSOR),
     Fault("a_resume_forgets_records", "        self.curriculum.restore(groups)\n", ""),
-    Fault("records_of_lost_steps_count", " and not group.lost", "", CURRICULUM),
+    Fault("records_of_lost_steps_count", " and not group.after_marker", "", CURRICULUM),
     Fault("records_are_out_of_order", "sorted(groups, key=lambda group: group.ended_at)", "groups", CURRICULUM),
     Fault("uniform_asks_for_tasks", "if task_at is not None and self._curriculum.floor < 1:", "if task_at is not None:", CURSOR),
     Fault("no_floor", "max(self.floor, (informative / unknown) ** SHARPNESS)", "(informative / unknown) ** SHARPNESS", CURRICULUM),
-    Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", "", OUTSTANDING),
+    Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", "", IN_FLIGHT),
 ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from tidegate.envs.arithmetic import Arithmetic
 from tidegate.evaluation.stats import student
 from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
-from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
@@ -199,7 +199,7 @@ def measure(cell: Cell, tokens: int) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(cell.seed)
     settings = settings_of(cell.loss)
-    sampler, credit, policy = Sampler(), GroupCredit(settings), Policy.load(BASE, settings, cell.seed)
+    sampler, credit, policy = Sampler(), BaselineCredit(settings), Policy.load(BASE, settings, cell.seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0
     while trained < tokens:
         step = len(lines)

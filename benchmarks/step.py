@@ -27,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.microbatch import prefix_batches
-from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
@@ -91,11 +91,11 @@ def episodes(groups: int, size: int, turns: int) -> list[Trajectory]:
     return found
 
 
-def merged(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
+def merged(trajectories: Iterable[Trajectory]) -> list[TrainingSequence]:
     return [row for number, one in enumerate(trajectories) for row in rows_of(one, (-1.0) ** number)]
 
 
-def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
+def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainingSequence]:
     """One row per turn, each with its whole prompt."""
     found = []
     for number, one in enumerate(trajectories):
@@ -108,7 +108,7 @@ def row_per_turn(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
 # ---------------------------------------------------------------------- the two loops
 
 
-def plain_step(model: Any, rows: list[TrainSequence]) -> Step:
+def plain_step(model: Any, rows: list[TrainingSequence]) -> Step:
     """The plain loop: forward, loss and backward on length-sorted microbatches, then AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], fused=True)
     batches = [padded([rows[index] for index in part]) for part in sorted_parts(rows)]
@@ -127,7 +127,7 @@ def plain_step(model: Any, rows: list[TrainSequence]) -> Step:
     return step
 
 
-def sorted_parts(rows: list[TrainSequence]) -> list[list[int]]:
+def sorted_parts(rows: list[TrainingSequence]) -> list[list[int]]:
     """Packs rows by descending length into microbatches with Tidegate's limit of padded tokens."""
     order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
     parts: list[list[int]] = []
@@ -140,7 +140,7 @@ def sorted_parts(rows: list[TrainSequence]) -> list[list[int]]:
     return parts
 
 
-def padded(rows: list[TrainSequence]) -> tuple[torch.Tensor, ...]:
+def padded(rows: list[TrainingSequence]) -> tuple[torch.Tensor, ...]:
     """Returns (ids, attention mask, and from position 1 on: trained, log μ, advantage), [rows, longest]."""
     longest = max(len(row.ids) for row in rows)
 
@@ -157,7 +157,7 @@ def padded(rows: list[TrainSequence]) -> tuple[torch.Tensor, ...]:
     )
 
 
-def our_step(policy: Policy, rows: list[TrainSequence], padding: list[float]) -> Step:
+def our_step(policy: Policy, rows: list[TrainingSequence], padding: list[float]) -> Step:
     def step() -> None:
         padding.append(policy.update(rows, version=0)["padding_ratio"])
 
@@ -167,11 +167,11 @@ def our_step(policy: Policy, rows: list[TrainSequence], padding: list[float]) ->
 # ---------------------------------------------------------------------- arithmetic
 
 
-def whole(rows: Iterable[TrainSequence]) -> list[Work]:
+def whole(rows: Iterable[TrainingSequence]) -> list[Work]:
     return [Work(0, row.inputs, row.trained) for row in rows]
 
 
-def shared(rows: list[TrainSequence]) -> list[Work]:
+def shared(rows: list[TrainingSequence]) -> list[Work]:
     """Work if shared prefixes are computed once."""
     found = []
     for bundle in prefix_batches(rows, SETTINGS["microbatch_tokens"]):

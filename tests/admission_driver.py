@@ -19,7 +19,7 @@ import numpy as np
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.admission.curriculum import Curriculum
-from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State
@@ -103,7 +103,7 @@ class World:
     fuse: int = 0
     """Entries until the process is killed; 0 if no kill is planned."""
     most: int = 0
-    """Limit of outstanding groups, which may exceed the capacity after a resume."""
+    """Limit of groups in flight, which may exceed the capacity after a resume."""
 
     def __post_init__(self) -> None:
         self.marker: Marker | None = None
@@ -238,8 +238,8 @@ class World:
             assert mine["stepped"] == stepped
             for state in (State.LIVE, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED):
                 assert mine[state.value] == core[state], f"{state}: {mine[state.value]} against {core[state]}"
-        self.most = min(self.most, self.core.outstanding())
-        assert self.core.outstanding() <= max(self.rules.capacity, self.most)
+        self.most = min(self.most, self.core.in_flight())
+        assert self.core.in_flight() <= max(self.rules.capacity, self.most)
         places = [*self.running.values(), *self.waiting]
         running = len({place for place in places if place[0] in self.core.groups})
         assert running == self.core.unsettled_slots()
@@ -247,12 +247,12 @@ class World:
         assert running <= max(most, size)
         room = not running or running + size <= most
         free = not self.paused or (self.core.outage.down is None and not running)
-        may = self.core.outstanding() < self.rules.capacity and room and free
+        may = self.core.in_flight() < self.rules.capacity and room and free
         assert self.paused == (self.core.outage.why is not None)
         self._check_liveness(running)
         assert (self.core.blocked_by() is None) == may
         unpublished = sum(g.phase is Phase.UNPUBLISHED for g in self.core.groups.values())
-        assert groups["live"] == self.core.outstanding() - unpublished
+        assert groups["live"] == self.core.in_flight() - unpublished
         limits = {"own": self.rules.max_attempts, "infra": self.rules.max_infra_attempts}
         for (slot, kind), number in self.charged.items():
             assert number <= limits[kind], f"{slot} failed {number} times"
@@ -301,7 +301,7 @@ class World:
         self.attempt_waiting()
         if self.core.quarantined and self.rng.random() < 0.02:
             assert self.core.lift(self.rng.choice(sorted(self.core.quarantined)))
-        if self.rng.random() < self.client_rate and self.core.outstanding() < self.rules.capacity:
+        if self.rng.random() < self.client_rate and self.core.in_flight() < self.rules.capacity:
             self.offer()
             return
         roll = self.rng.random()
@@ -372,12 +372,12 @@ class World:
         if self.rng.random() < self.failure_rate:
             outcome = self.rng.choice(FAILURES)
         self.newest[group] = self.core.version
-        verdict = self.core.end_attempt(attempt, outcome)
+        decision = self.core.end_attempt(attempt, outcome)
         if group not in self.core.groups:
             return
-        if verdict is AttemptVerdict.RETRY:
+        if decision is AttemptDecision.RETRY:
             self.attempt(group, slot)
-        elif verdict is AttemptVerdict.READY:
+        elif decision is AttemptDecision.READY:
             self.ready.append(group)
 
     def lease(self, group: str) -> None:
@@ -438,7 +438,7 @@ class World:
                 continue
             break
         assert not self.stepped, "what was stepped on behind the marker is put back"
-        self.most = self.core.outstanding()
+        self.most = self.core.in_flight()
         self.running.clear()
         self.waiting.clear()
         phases = {name: group.phase for name, group in self.core.groups.items()}
@@ -458,7 +458,7 @@ class World:
         self.lost_versions |= set(self.published[marker.published if marker else 1 :])
         checkpoint = marker.checkpoint() if marker else None
         start = Start(Path(), marker.step if marker else 0, past.highest_version + 1, past, checkpoint)
-        past.abandon(start.position)
+        past.discard_after(start.position)
         kept = {name: self._tokens(past, name) for name in start.open_groups() & self.files}
         for name in list(kept):
             if self.rng.random() < 0.02:

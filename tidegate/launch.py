@@ -99,7 +99,7 @@ class Launch:
         from tidegate.trainer.run import Run
 
         if fresh:
-            set_aside(settings.run_dir)
+            rename_existing_run(settings.run_dir)
         self._settings = settings
         self._view = view
         self._observer = CompositeObserver([view, *make_loggers(settings, view.note)])
@@ -185,7 +185,7 @@ def check(settings: Settings) -> None:
     check_loggers(settings)
 
 
-def set_aside(run_dir: Path) -> Path | None:
+def rename_existing_run(run_dir: Path) -> Path | None:
     """Renames an existing run to the first free `<name>.N`."""
     if not run_dir.exists():
         return None

@@ -25,7 +25,7 @@ from users import Users
 from tidegate.config import load_settings
 from tidegate.errors import TidegateError
 from tidegate.gateway.project_keys import create_key
-from tidegate.launch import set_aside
+from tidegate.launch import rename_existing_run
 
 CONFIG = Path(__file__).with_name("config.toml")
 KILLS = ((0.2, "gateway"), (0.4, "engine"), (0.6, "trainer"))
@@ -123,7 +123,7 @@ async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Re
     """
     settings = load_settings(CONFIG, overrides)
     run_dir = settings.run_dir.absolute()
-    set_aside(run_dir)
+    rename_existing_run(run_dir)
     keys = run_dir / "keys.json"
     run_dir.mkdir(parents=True)
     key, result, began = create_key(keys, "shop"), Result(run_dir), time.monotonic()

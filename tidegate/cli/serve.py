@@ -32,7 +32,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
-    from tidegate.launch import check, set_aside
+    from tidegate.launch import check, rename_existing_run
     from tidegate.settings.sections import split_file
     from tidegate.trainer.preflight import check_writable
     from tidegate.trainer.processes.standing import StandingService
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     service = StandingService(settings, lambda text: print(text, flush=True))
     check(settings)
     if arguments.fresh:
-        set_aside(settings.run_dir)
+        rename_existing_run(settings.run_dir)
     check_writable(settings.run_dir)
     return asyncio.run(_serve(service))
 

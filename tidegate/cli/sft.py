@@ -85,11 +85,11 @@ def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
 
 def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progress) -> int:
     """Evaluates, trains and evaluates again, as far as that is not done yet."""
-    from tidegate.launch import set_aside
+    from tidegate.launch import rename_existing_run
     from tidegate.program import program
 
     if arguments.fresh:
-        set_aside(tuning.dir)
+        rename_existing_run(tuning.dir)
     settings, model = tuning.settings, tuning.dir / "model"
     evaluates = settings.sft.held_out
     if tuning.is_complete and (not evaluates or tuning.evaluated(tuning.steps)):

@@ -15,7 +15,7 @@ from tidegate.gateway.rendering.renderer import Renderer, load_tokenizer
 from tidegate.sft.chats import read_chats
 from tidegate.sft.demonstration import Demonstration
 from tidegate.sft.episodes import read_corrections, read_episodes
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.checkpoint import committed
 from tidegate.trainer.preflight import saved_model_path
 
@@ -24,8 +24,8 @@ from tidegate.trainer.preflight import saved_model_path
 class TuningData:
     """Sequences, in the order of the files."""
 
-    training: list[TrainSequence]
-    validation: list[TrainSequence]
+    training: list[TrainingSequence]
+    validation: list[TrainingSequence]
     batch_size: int
     seed: int
 
@@ -54,7 +54,7 @@ class TuningData:
     def steps_per_epoch(self) -> int:
         return -(-len(self.training) // self.batch_size)
 
-    def batch(self, step: int) -> list[TrainSequence]:
+    def batch(self, step: int) -> list[TrainingSequence]:
         """Return the sequences of a step, from 1; every epoch has an order of its own."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.training))
@@ -74,7 +74,7 @@ class TuningData:
 
 def split(
     demonstrations: Sequence[Demonstration], share: float, seed: int
-) -> tuple[list[TrainSequence], list[TrainSequence]]:
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
     """Split sequences into those for training and for validation, by task.
 
     A share of the tasks, at least one if the share is above 0, is for validation.
@@ -113,7 +113,7 @@ def _check_tokenizer(path: Path, model: Path) -> None:
         )
 
 
-def _check_ids(rows: Sequence[TrainSequence], model: Path) -> None:
+def _check_ids(rows: Sequence[TrainingSequence], model: Path) -> None:
     """Raises ConfigError if an id is not of the model's vocabulary."""
     size = len(load_tokenizer(model))
     highest = max(rows, key=lambda row: int(row.ids.max()))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.types import Ids
 
 
@@ -20,7 +20,7 @@ class Demonstration:
     """Demonstrations of one task are either all trained on, or all used for validation."""
     place: str
     """Where it is from, for messages."""
-    rows: list[TrainSequence]
+    rows: list[TrainingSequence]
     """Each has a trained token."""
 
 
@@ -32,10 +32,10 @@ def demonstration(
     return Demonstration(task, place, rows)
 
 
-def _row(ids: Ids, mask: npt.NDArray[np.bool_], place: str) -> TrainSequence:
+def _row(ids: Ids, mask: npt.NDArray[np.bool_], place: str) -> TrainingSequence:
     """Return a row whose trained tokens have the advantage 1 and the temperature 1."""
     length = len(ids)
-    return TrainSequence(
+    return TrainingSequence(
         ids=np.asarray(ids, dtype=np.int32),
         mask=mask,
         logprobs=np.zeros(length, dtype=np.float32),

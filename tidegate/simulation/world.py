@@ -16,7 +16,7 @@ from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedR
 from tidegate.simulation.outcome import Figures, SimulationCounts
 from tidegate.simulation.scenario import Scenario, SimulatedTurn
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.rules import AttemptVerdict
+from tidegate.trainer.admission.rules import AttemptDecision
 from tidegate.trainer.admission.state import BatchSelection, Phase
 from tidegate.types import Outcome
 
@@ -125,17 +125,17 @@ class SimulatedRun:
 
     def _end(self, attempt: SimulatedAttempt) -> None:
         outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
-        verdict = self._core.end_attempt(attempt.id, outcome)
+        decision = self._core.end_attempt(attempt.id, outcome)
         if attempt.failing:
             self._counts.lost["failed"] += attempt.sampled
             del self._attempts[attempt.group][attempt.id]
-        if verdict is AttemptVerdict.RETRY:
+        if decision is AttemptDecision.RETRY:
             self.clock.after(BACKOFF_S, lambda: self._retry(attempt))
-        elif verdict is AttemptVerdict.FAILED:
+        elif decision is AttemptDecision.FAILED:
             self._discard(attempt.group, "failed")
             self._start_groups()
         else:
-            if verdict is AttemptVerdict.READY:
+            if decision is AttemptDecision.READY:
                 self._ready.append(attempt.group)
                 if self._waiting:
                     self._gather()

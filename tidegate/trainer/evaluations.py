@@ -14,7 +14,7 @@ from tidegate.trainer.loop import unless_stopped
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.result import RunResult
-from tidegate.trainer.rollout.beside import BackgroundEvaluation, Evaluated
+from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation, Evaluated
 from tidegate.trainer.rollout.evaluator import Evaluator
 
 

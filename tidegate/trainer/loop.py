@@ -13,7 +13,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batch, Batcher
-from tidegate.trainer.batch.credit import Credit
+from tidegate.trainer.batch.credit import CreditAssignment
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
@@ -38,7 +38,7 @@ class Loop:
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]
     evaluate: Callable[[int], Awaitable[dict[str, float]]]
-    credit: Credit
+    credit: CreditAssignment
     before_publish: Callable[[int], Awaitable[None]]
     """Waits until a version may be published."""
     promotion: Promotion | None = None

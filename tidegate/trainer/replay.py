@@ -17,7 +17,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import TidegateError
 from tidegate.trainer.batch.batcher import rows_to_train
-from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.huggingface import read_model
 from tidegate.trainer.ledger.entries import State
@@ -72,7 +72,7 @@ class Replay:
         saved = checkpoints.committed(self.run_dir)
         versions, erased = _versions(self.run_dir), _erased(self.run_dir)
         rolled_back = {line["step"] for line in read_ledger_state(self.run_dir / "ledger.jsonl").roll_backs}
-        credit = GroupCredit(self.settings.trainer)
+        credit = BaselineCredit(self.settings.trainer)
         if self.first:
             credit.means.restore(checkpoints.read(saved[self.first]).state.get("baseline", {}))
         for step in self.steps():
@@ -93,7 +93,7 @@ class Replay:
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
 
     def _continue_from(
-        self, step: int, saved: Mapping[int, Path], policy: Policy, credit: GroupCredit
+        self, step: int, saved: Mapping[int, Path], policy: Policy, credit: BaselineCredit
     ) -> None:
         """Load the checkpoint of a step after which the policy was rolled back."""
         if step not in saved:
@@ -159,7 +159,7 @@ def _versions(run_dir: Path) -> dict[int, int]:
     return {
         group.step: group.version
         for group in groups
-        if group.step is not None and group.version is not None and not group.rolled_back
+        if group.step is not None and group.version is not None and not group.discarded
     }
 
 

@@ -12,7 +12,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
-from tidegate.trainer.ledger.state import LedgerState, cancel_lost, reinstate
+from tidegate.trainer.ledger.state import LedgerState, cancel_interrupted, restore_group
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.start import Start
 from tidegate.types import Group
@@ -49,9 +49,9 @@ async def take_over(
     epoch = start.epoch
     await gateway.begin_epoch(epoch)
     groups = await gateway.list_groups()
-    await asyncio.to_thread(files.set_aside, start.step, epoch)
+    await asyncio.to_thread(files.move_discarded, start.step, epoch)
     erased = start.past.erased.union(await gateway.erased_groups())
-    kept = await asyncio.to_thread(files.read_set_aside, start.open_groups() - erased)
+    kept = await asyncio.to_thread(files.read_discarded, start.open_groups() - erased)
     ready = {group.id for group in groups if group.state != "live"}
     resumed = restore_admission(start, record, rules, kept, ready)
     admitted = resumed.admission.groups
@@ -71,7 +71,7 @@ def restore_admission(
 ) -> ResumedRun:
     """Restore admission from the ledger and the checkpoint, in a new epoch.
 
-    Groups trained on after the marker are reinstated and may be trained on again; they end `stale` if
+    Groups trained on after the marker are restored and may be trained on again; they end `stale` if
     they are too old now or not in `kept`. Other groups that have not ended continue if they are in `kept`
     or `ready`; the remaining ones are cancelled, as their agents have exited.
 
@@ -94,13 +94,13 @@ def restore_admission(
         lifted = entry("run", "lifted", task=task)
         record(lifted)
         past.apply(lifted)
-    reinstated = past.rolled_back()
-    for name in reinstated:
-        reinstate(past, name, record)
+    restored = past.discarded_groups()
+    for name in restored:
+        restore_group(past, name, record)
     live = {name: _continued(past, name, kept.get(name), name in ready) for name in past.live()}
-    cancelled = [name for name, group in live.items() if group is None and name not in reinstated]
+    cancelled = [name for name, group in live.items() if group is None and name not in restored]
     for name in cancelled:
-        cancel_lost(past, name, record)
+        cancel_interrupted(past, name, record)
     admission = Admission(rules, record, epoch=epoch, version=start.version, step=start.step)
     admission.group_counts.update(past.counts(past.groups))
     admission.attempt_counts.update(past.counts(past.attempts))
@@ -109,8 +109,8 @@ def restore_admission(
     progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
     admission.restore(progress, past.groups.values())
     admission.quarantined = set(past.quarantined)
-    others = [name for name in live if name not in reinstated and name not in cancelled]
-    for name in [*reinstated, *others]:
+    others = [name for name in live if name not in restored and name not in cancelled]
+    for name in [*restored, *others]:
         admission.resume_group(live[name] or _state(past, name, Phase.LEASED))
     stale = admission.end_stale_groups()
     leased = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]

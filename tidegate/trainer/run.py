@@ -15,7 +15,7 @@ from tidegate.errors import ConfigError, StorageError, TidegateError
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.batch.credit import Credit, GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.ledger.audit import audit_run
@@ -64,13 +64,13 @@ class Run:
         observer: Observer,
         *,
         start: Start | None = None,
-        credit: Credit | None = None,
+        credit: CreditAssignment | None = None,
         provider: ProcessProvider | None = None,
     ) -> None:
         self.settings = settings
         self.environment = environment
         self.observer = observer
-        self.credit = credit or GroupCredit(settings.trainer)
+        self.credit = credit or BaselineCredit(settings.trainer)
         self.provider = provider or LocalProcesses()
         self.dir = settings.run_dir.absolute()
         self.start = start or Start.of(settings, resume=False)

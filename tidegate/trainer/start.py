@@ -64,7 +64,7 @@ class Start:
                 live.verify()
             start = cls(live.path, checkpoint.step, version, past, checkpoint)
         start.least_epoch = _first(settings, 1)
-        past.abandon(start.position)
+        past.discard_after(start.position)
         if start.open_groups():
             return start
         if (target := reached(run_dir, settings.trainer, start.step)) is not None:
@@ -92,7 +92,7 @@ class Start:
 
     def open_groups(self) -> set[str]:
         """Return the groups that may continue if their tokens are kept."""
-        return {*self.past.live(), *self.past.rolled_back()}
+        return {*self.past.live(), *self.past.discarded_groups()}
 
 
 def _first(settings: Settings, number: int) -> int:

@@ -13,7 +13,7 @@ from tidegate.config import Settings
 from tidegate.envs.base import Environment
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
-from tidegate.trainer.batch.credit import Credit, GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
@@ -46,7 +46,7 @@ from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
-from tidegate.trainer.rollout.beside import BackgroundEvaluation
+from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation
 from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.evaluator import Episode, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
@@ -84,7 +84,7 @@ class Training:
         start: Start,
         environment: Environment,
         observer: Observer,
-        credit: Credit,
+        credit: CreditAssignment,
         provider: ProcessProvider,
         processes: Processes,
         policy: Policy,
@@ -123,7 +123,7 @@ class Training:
         )  # fmt: skip
         self.clients = ClientLog(self.dir)
         self.batches = Batcher(
-            self.gateway, self.admission, self.rollout.wake, GroupCredit(settings.trainer).should_train,
+            self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
             self.tokens, self.rollout.answer, self.clients.offered, teacher,
         )  # fmt: skip
         for group in resumed.leased:
@@ -135,7 +135,7 @@ class Training:
         self.recorder = Recorder(
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge
         )
-        self._means = credit.means if isinstance(credit, GroupCredit) else RunningMeans()
+        self._means = credit.means if isinstance(credit, BaselineCredit) else RunningMeans()
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
@@ -151,8 +151,8 @@ class Training:
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.evaluations = RunEvaluations(
             settings, self.dir, self.evaluator, self.publisher,
-            self._beside() if settings.eval.beside_training else None, BestCheckpoint.open(self.dir),
-            self.rollout.stop, self.recorder.step, observer.note, stop, result,
+            self._background_evaluation() if settings.eval.beside_training else None,
+            BestCheckpoint.open(self.dir), self.rollout.stop, self.recorder.step, observer.note, stop, result,
         )  # fmt: skip
         self.loop = Loop(
             settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
@@ -225,12 +225,12 @@ class Training:
             self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
         )  # fmt: skip
 
-    def _beside(self) -> BackgroundEvaluation:
-        settings, pins = self.settings.eval, None
+    def _background_evaluation(self) -> BackgroundEvaluation:
+        settings, reserved = self.settings.eval, None
         if settings.engines:
-            pins = CandidateEngines(self.gateway, self.engines, self.publisher, settings.engines, 0.0)
+            reserved = CandidateEngines(self.gateway, self.engines, self.publisher, settings.engines, 0.0)
         return BackgroundEvaluation(
-            self.evaluator.interim, self.publisher, self.engines, pins, settings.max_versions,
+            self.evaluator.interim, self.publisher, self.engines, reserved, settings.max_versions,
             self.observer.note,
         )  # fmt: skip
 
@@ -357,11 +357,11 @@ class Training:
             f"{number} {state}" for state, number in self.admission.group_counts.items() if number
         )
         phases = [group.phase.value for group in self.admission.groups.values()]
-        outstanding = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
+        in_flight = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
         failure = f"; the last failure: {self.rollout.last_failure}" if self.rollout.last_failure else ""
         return (
             f"the trainer waits for {self.settings.trainer.groups_per_batch} ready groups at step "
-            f"{self.loop.step}. Groups outstanding: {outstanding}. Ledger: {counts or 'empty'}{failure}"
+            f"{self.loop.step}. Groups in flight: {in_flight}. Ledger: {counts or 'empty'}{failure}"
         )
 
     def snapshot(self) -> dict[str, float]:

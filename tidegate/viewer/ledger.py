@@ -49,7 +49,7 @@ def count(state: LedgerState, committed: int) -> LedgerCounts:
     groups, attempts = state.groups.values(), state.attempts.values()
     ended = [attempt for attempt in attempts if attempt.state is not State.LIVE]
     failed = [attempt for attempt in ended if attempt.state is State.FAILED and attempt.why]
-    stepped = [group for group in groups if group.state is State.STEPPED and not group.rolled_back]
+    stepped = [group for group in groups if group.state is State.STEPPED and not group.discarded]
     events = Counter(entry["event"] for entry in state.publishes)
     return LedgerCounts(
         groups=state.counts(state.groups, committed),

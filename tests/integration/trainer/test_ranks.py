@@ -22,7 +22,7 @@ from tests.ranked import train
 from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.distributed.rank_main import RankInit
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.policy import Policy
@@ -116,7 +116,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in one["parameters"].values()} == {torch.float32}
 
 
-def sampled(policy: Policy, rows: list[TrainSequence]) -> list[TrainSequence]:
+def sampled(policy: Policy, rows: list[TrainingSequence]) -> list[TrainingSequence]:
     """The rows as if the policy had sampled them: far from it a step's rounding is blown up by the next."""
     return [replace(row, logprobs=one) for row, one in zip(rows, policy.logprobs(rows), strict=True)]
 

@@ -21,7 +21,7 @@ from tidegate.observer import Silent
 from tidegate.settings.losses import NLLLoss
 from tidegate.sft.demonstration import demonstration
 from tidegate.sft.finetuning import FineTuning, model_of, trainer_settings
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.optimizer import learning_rate
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
@@ -29,7 +29,7 @@ from tidegate.trainer.records.metrics import MetricsLog, read_metrics
 RATE = 1e-2
 
 
-def rows(number: int, seed: int = 0) -> list[TrainSequence]:
+def rows(number: int, seed: int = 0) -> list[TrainingSequence]:
     """Random sequences, some of which begin alike, so that prefixes are shared."""
     rng = np.random.default_rng(seed)
     beginning = rng.integers(0, VOCABULARY, 40)
@@ -45,7 +45,7 @@ def rows(number: int, seed: int = 0) -> list[TrainSequence]:
     return made
 
 
-def likelihood(model: Any, batch: list[TrainSequence]) -> torch.Tensor:
+def likelihood(model: Any, batch: list[TrainingSequence]) -> torch.Tensor:
     """The mean negative log likelihood, by transformers' own loss."""
     longest = max(len(row.ids) for row in batch)
     ids_bt = torch.zeros(len(batch), longest, dtype=torch.int64)

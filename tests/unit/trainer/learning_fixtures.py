@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def make_model(path: Path, seed: int = 0) -> Path:
 
 def make_row(
     rng: np.random.Generator, *, shortest: int = 4, longest: int = 40, group: str = "g"
-) -> TrainSequence:
+) -> TrainingSequence:
     """A row with several trained stretches, versions 2 to 4, and temperatures that differ by token."""
     length = int(rng.integers(shortest, longest + 1))
     mask = rng.random(length) < 0.5
     mask[0] = False
     mask[-1] = True
-    return TrainSequence(
+    return TrainingSequence(
         ids=rng.integers(0, VOCABULARY, length).astype(np.int32),
         mask=mask,
         logprobs=np.where(mask, -rng.exponential(3.0, length), 0).astype(np.float32),
@@ -62,7 +62,7 @@ def make_row(
     )
 
 
-def make_rows(number: int, seed: int = 0, **shape: int) -> list[TrainSequence]:
+def make_rows(number: int, seed: int = 0, **shape: int) -> list[TrainingSequence]:
     rng = np.random.default_rng(seed)
     return [make_row(rng, group=f"g{index % 3}", **shape) for index in range(number)]
 
@@ -75,7 +75,7 @@ def make_group(
     replies: tuple[int, int] = (5, 20),
     vocabulary: int = VOCABULARY,
     group: str = "g",
-) -> list[TrainSequence]:
+) -> list[TrainingSequence]:
     """Rows with a prompt in common, none of which is trained, and replies of their own."""
     beginning = rng.integers(0, vocabulary, prompt)
     rows = []
@@ -100,7 +100,7 @@ def make_group(
     return rows
 
 
-def lay(rows: list[TrainSequence], max_tokens: int) -> list[Microbatch]:
+def lay(rows: list[TrainingSequence], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
     from tidegate.trainer.batch.microbatch import microbatches
 

@@ -19,8 +19,8 @@ from tidegate.settings import sections
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
-from tidegate.trainer.batch.credit import GroupCredit
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.credit import BaselineCredit
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.loop import Loop
@@ -64,7 +64,7 @@ class Hands:
     async def ack(self, *_: Any) -> None:
         pass
 
-    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
+    def backward(self, rows: Sequence[TrainingSequence], version: int) -> None:
         self.log.append(f"backward {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(self._set(), self.loop)
 
@@ -96,7 +96,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
     async def later(_: int) -> dict[str, float]:
         return {}
 
-    credit = GroupCredit(trainer)
+    credit = BaselineCredit(trainer)
     batches = Batcher(hands, admission, lambda: None, credit.should_train)
     return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit, later), hands, book
 
@@ -177,7 +177,7 @@ async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> 
     hands.one_by_one = True
     hands.ready.set()
 
-    def backward(rows: Sequence[TrainSequence], version: int) -> None:
+    def backward(rows: Sequence[TrainingSequence], version: int) -> None:
         hands.log.append(f"backward {len(rows)} at {version}")
         asyncio.run_coroutine_threadsafe(stopped(), hands.loop)
 
@@ -192,7 +192,7 @@ async def test_a_stop_between_two_minibatches_leaves_no_step(tmp_path: Path) -> 
 
 
 async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
-    """Many more groups than may be outstanding are trained on, all of them at the first version."""
+    """Many more groups than may be in flight are trained on, all of them at the first version."""
     loop, hands, book = looped(tmp_path, steps=6, publish_interval="never", max_staleness=0)
     hands.ready.set()
     async with asyncio.timeout(LIMIT_S):
@@ -202,7 +202,7 @@ async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
     assert hands.log.count("optimizer_step") == 6
     assert hands.log.count("backward 4 at 0") == 1, "no token was sampled from the weights that came after"
     assert {one["event"] for one in book} == {"issued", "ended"}
-    assert loop.admission.outstanding() == 0
+    assert loop.admission.in_flight() == 0
 
 
 async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ and ending is passed to `record`. The training loop, the simulator and the tests
 
 A group that a client formed enters by `accept`, as a leased one, or is refused.
 
-**Start rule.** A group may start if and only if outstanding groups < (max_staleness + 1) · groups_per_batch ·
-publish_interval. Outstanding groups are running, ready, leased, or trained on since the last publish: a
+**Start rule.** A group may start if and only if groups in flight < (max_staleness + 1) · groups_per_batch ·
+publish_interval. Groups in flight are running, ready, leased, or trained on since the last publish: a
 trained group stops counting only when the resulting version is live. With staleness 0 the run is therefore
 exactly synchronous. Groups that end stale, filtered or failed stop counting at once. Near the end of the run
 no group starts beyond what the remaining steps need. No group starts during a publish: it would sample
@@ -27,9 +27,9 @@ from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal_reason
 from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.cursor import TaskCursor
+from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
 from tidegate.trainer.admission.outage import Outage
-from tidegate.trainer.admission.outstanding import OutstandingGroups
-from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.admission.state import (
     AdmissionProgress,
     BatchSelection,
@@ -76,7 +76,7 @@ class Admission:
         self.versions = PolicyVersions(rules, record, version)
         self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
-        self._outstanding = OutstandingGroups(rules, record, self.outage, self.curriculum)
+        self._in_flight = GroupsInFlight(rules, record, self.outage, self.curriculum)
         self._cursor = TaskCursor(self.curriculum)
         self._record = record
         self._number = 0
@@ -88,27 +88,28 @@ class Admission:
 
     @property
     def groups(self) -> dict[str, GroupState]:
-        """Outstanding groups by id."""
-        return self._outstanding.by_id
+        """Groups in flight by id."""
+        return self._in_flight.by_id
 
     @property
     def group_counts(self) -> Counter[State]:
         """Groups issued so far, by state."""
-        return self._outstanding.group_counts
+        return self._in_flight.group_counts
 
     @property
     def attempt_counts(self) -> Counter[State]:
         """Attempts issued so far, by state."""
-        return self._outstanding.attempt_counts
+        return self._in_flight.attempt_counts
 
     # ------------------------------------------------------------------ starting
 
-    def outstanding(self) -> int:
+    def in_flight(self) -> int:
+        """Number of groups in flight."""
         return len(self.groups)
 
     def unsettled_slots(self) -> int:
         """Number of slots whose episode runs or will be attempted again."""
-        return self._outstanding.unsettled
+        return self._in_flight.unsettled
 
     def blocked_by(self) -> str | None:
         """Reason why no group may start now; None if one may start."""
@@ -116,8 +117,8 @@ class Admission:
             return f"an outage pauses the run: {outage}"
         if self.versions.publishing:
             return f"version {self.versions.reserved} is being published"
-        if self.outstanding() >= self.rules.capacity:
-            return f"{self.outstanding()} groups are in flight, the limit that trainer.max_staleness allows"
+        if self.in_flight() >= self.rules.capacity:
+            return f"{self.in_flight()} groups are in flight, the limit that trainer.max_staleness allows"
         if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.rules.max_running:
             return (
                 f"{self.unsettled_slots()} episodes are in progress; another group would exceed "
@@ -151,7 +152,7 @@ class Admission:
         self._number += 1
         slots = [Slot() for _ in range(self.rules.group_size)]
         group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots, task_kind=task_kind)
-        self._outstanding.issue(
+        self._in_flight.issue(
             group, index=ticket.index, version=self.version, replaces=ticket.replaces, task_kind=task_kind
         )
         return group
@@ -167,15 +168,15 @@ class Admission:
         state.issued += 1
         attempt = state.running = f"{group_id}.{slot}.{state.issued}"
         self.outage.started(attempt)
-        self._outstanding.issue_attempt(group, slot, attempt, state.issued)
+        self._in_flight.issue_attempt(group, slot, attempt, state.issued)
         return attempt
 
     # ------------------------------------------------------------------ ending
 
-    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptVerdict:
+    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptDecision:
         """Record the end of an attempt; return what follows from it. A successful one occupies its slot."""
-        if (found := self._outstanding.slot_of(attempt)) is None:
-            return AttemptVerdict.LATE
+        if (found := self._in_flight.slot_of(attempt)) is None:
+            return AttemptDecision.LATE
         group, number = found
         slot = group.slots[number]
         slot.running = None
@@ -186,10 +187,10 @@ class Admission:
         else:
             self._fail(slot, attempt, outcome, why)
             if not slot.settled(self.rules):
-                return AttemptVerdict.RETRY
+                return AttemptDecision.RETRY
             if slot.failures >= self.rules.max_attempts:
                 self._quarantine(group, outcome, why)
-        self._outstanding.unsettled -= 1
+        self._in_flight.unsettled -= 1
         return self._settle(group)
 
     def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
@@ -205,22 +206,22 @@ class Admission:
             slot.failures += not outcome.is_infrastructure_failure
         self.failures[failure_cause(outcome, spared="spared" in details)] += 1
         state = State.CANCELLED if outcome is Outcome.CANCELLED else State.FAILED
-        self._outstanding.end_attempt(attempt, state, outcome, why, **details)
+        self._in_flight.end_attempt(attempt, state, outcome, why, **details)
         if outcome is not Outcome.CANCELLED:
             self.outage.ended(attempt, outcome, why)
 
-    def _settle(self, group: GroupState) -> AttemptVerdict:
+    def _settle(self, group: GroupState) -> AttemptDecision:
         rules = self.rules
         lost = sum(slot.done is None and slot.settled(rules) for slot in group.slots)
         if len(group.slots) - lost < self.rules.min_group_size:
             self.streaks.failed += 1
-            self._outstanding.end(group, State.FAILED)
-            return AttemptVerdict.FAILED
+            self._in_flight.end(group, State.FAILED)
+            return AttemptDecision.FAILED
         if not all(slot.settled(rules) for slot in group.slots):
-            return AttemptVerdict.WAIT
+            return AttemptDecision.WAIT
         group.phase = Phase.READY
         self.streaks.failed = 0
-        return AttemptVerdict.READY
+        return AttemptDecision.READY
 
     def _quarantine(self, group: GroupState, outcome: Outcome, why: str | None) -> None:
         if group.task not in self.quarantined:
@@ -245,14 +246,14 @@ class Admission:
                 spared = self.outage.overlapped(slot.done)
                 self.failures[failure_cause(outcome, spared=spared)] += 1
                 details = {"spared": True} if spared else {}
-                self._outstanding.end_attempt(slot.done, State.FAILED, outcome, why, **details)
+                self._in_flight.end_attempt(slot.done, State.FAILED, outcome, why, **details)
                 slot.done = None
         self.streaks.unranked += 1
-        self._outstanding.end(group, State.FAILED)
+        self._in_flight.end(group, State.FAILED)
 
     def would_quarantine(self, attempt: str, outcome: Outcome) -> bool:
         """Whether ending the attempt with this outcome quarantines its task."""
-        found = self._outstanding.slot_of(attempt)
+        found = self._in_flight.slot_of(attempt)
         if outcome.trainable or outcome.is_infrastructure_failure or found is None:
             return False
         if self.outage.leaves_uncharged(attempt, outcome):
@@ -264,7 +265,7 @@ class Admission:
     def cancel_group(self, group_id: str) -> None:
         """End a group as `cancelled`, as the run stops; a resumed run issues its task again."""
         ticket = self.groups[group_id].ticket
-        self._outstanding.end(self.groups[group_id], State.CANCELLED)
+        self._in_flight.end(self.groups[group_id], State.CANCELLED)
         if ticket is not None:
             self._cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))
 
@@ -286,7 +287,7 @@ class Admission:
             raise LedgerError(f"cannot lease group {group_id}: it is {group.phase}, not ready")
         group.phase = Phase.LEASED
         group.oldest, group.newest, group.solved = oldest, newest, solved
-        self._outstanding.leased.append(group_id)
+        self._in_flight.leased.append(group_id)
 
     def accept(self, group: Group) -> str | None:
         """Take in a group that a client formed, as leased. Returns the reason if it is refused.
@@ -294,12 +295,12 @@ class Admission:
         A refused group is in no ledger entry. An accepted one is not issued again, however it ends.
         """
         oldest, newest = group.oldest_version(), group.newest_version()
-        waiting = sum(self.groups[group_id].client == group.client for group_id in self._outstanding.leased)
+        waiting = sum(self.groups[group_id].client == group.client for group_id in self._in_flight.leased)
         admissible = self.versions.admissible(oldest, newest)
         why = refusal_reason(group, self.rules, self.version, waiting, admissible=admissible)
         if why is not None:
             return why
-        self._outstanding.add_client_group(group, self.version)
+        self._in_flight.add_client_group(group, self.version)
         self.lease(group.id, oldest, newest, group.solved())
         return None
 
@@ -308,7 +309,7 @@ class Admission:
         self.streaks.filtered += 1
         group = self.groups[group_id]
         self._count_filtered(group.solved, len(group.successful_attempts()))
-        self._outstanding.end(group, State.FILTERED)
+        self._in_flight.end(group, State.FILTERED)
 
     def _count_filtered(self, solved: int | None, episodes: int) -> None:
         self.filtered_alike["solved"] += solved == episodes
@@ -316,7 +317,7 @@ class Admission:
 
     def end_stale_groups(self) -> list[str]:
         """Enforce the staleness bound: end every leased group that exceeds it now, and return their ids."""
-        leased = [self.groups[group_id] for group_id in self._outstanding.leased]
+        leased = [self.groups[group_id] for group_id in self._in_flight.leased]
         stale = [group.id for group in leased if not self.versions.admissible(group.oldest, group.newest)]
         for group_id in stale:
             self.end_stale(group_id)
@@ -329,11 +330,11 @@ class Admission:
         """
         self.end_stale_groups()
         size = self.rules.groups_per_batch if number is None else number
-        chosen = choose(self._outstanding.leased, self.groups, size, self.rules.client_limit(size))
+        chosen = choose(self._in_flight.leased, self.groups, size, self.rules.client_limit(size))
         if len(chosen) < size:
             return None
         staleness = []
-        for group in self._outstanding.select(chosen):
+        for group in self._in_flight.select(chosen):
             age = self.versions.staleness(group.oldest)
             assert age is not None
             staleness.append(age)
@@ -343,7 +344,7 @@ class Admission:
         """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
         self.curriculum.step = step
         self.streaks.filtered = 0
-        self._outstanding.step(selection, step)
+        self._in_flight.step(selection, step)
 
     # ------------------------------------------------------------------ publishing
 
@@ -373,7 +374,7 @@ class Admission:
         version = self.version if version is None else version
         oldest = group.oldest if oldest is None else oldest
         age = None if oldest is None else version - oldest
-        self._outstanding.end(
+        self._in_flight.end(
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )
         ticket = group.ticket
@@ -385,23 +386,23 @@ class Admission:
     ) -> None:
         """Abandon the versions after `to` up to `version`; `end_stale_groups` ends their groups."""
         self.versions.roll_back(version, to, step, why, figures or {})
-        self._outstanding.remove_unpublished()
+        self._in_flight.remove_unpublished()
 
     def mark_live(self, version: int) -> None:
         """Record that `version` is live on the engines; it is now the trainer's version."""
         self.versions.mark_live(version)
-        self._outstanding.remove_unpublished()
+        self._in_flight.remove_unpublished()
 
     def commit(self) -> None:
         """Count `stepped` groups as `trained`, as a checkpoint's marker was written."""
-        self._outstanding.commit()
+        self._in_flight.commit()
 
     # ------------------------------------------------------------------ resuming
 
     def progress(self) -> AdmissionProgress:
-        """Return the cursor and the tickets that are outstanding or recycled."""
-        outstanding = [group.ticket for group in self.groups.values() if group.phase is not Phase.UNPUBLISHED]
-        return self._cursor.progress(filter(None, outstanding))
+        """Return the cursor and the tickets that are recycled or of groups that have not ended."""
+        live = [group.ticket for group in self.groups.values() if group.phase is not Phase.UNPUBLISHED]
+        return self._cursor.progress(filter(None, live))
 
     def restore(self, progress: AdmissionProgress, groups: Iterable[LedgerItem] = ()) -> None:
         """Restore a checkpoint's progress, and the records of all groups of the ledger."""
@@ -417,6 +418,6 @@ class Admission:
 
         Its task is not issued again unless the group becomes stale.
         """
-        self._outstanding.resume(group)
+        self._in_flight.resume(group)
         if group.ticket is not None:
             self._cursor.take(group.ticket.index)

@@ -118,7 +118,7 @@ class Curriculum:
         continue, or their tasks are issued again."""
         for group in sorted(groups, key=lambda group: group.ended_at):
             issued = group.issued
-            if group.solved is not None and not group.lost and "index" in issued:
+            if group.solved is not None and not group.after_marker and "index" in issued:
                 kind = issued.get("task_kind", "")
                 self.observe(issued["task"], kind, group.solved, group.episodes, group.steps_taken)
 

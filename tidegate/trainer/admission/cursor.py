@@ -46,9 +46,9 @@ class TaskCursor:
         """Issue a task again, after the tasks that were recycled before."""
         self._recycled.append(ticket)
 
-    def progress(self, outstanding: Iterable[TaskTicket]) -> AdmissionProgress:
-        """Return the position, with the tickets that are recycled or `outstanding`."""
-        return AdmissionProgress(self._index, [*self._recycled, *outstanding])
+    def progress(self, live: Iterable[TaskTicket]) -> AdmissionProgress:
+        """Return the position, with the tickets that are recycled or of `live` groups."""
+        return AdmissionProgress(self._index, [*self._recycled, *live])
 
     def restore(self, progress: AdmissionProgress, groups: Iterable[LedgerItem]) -> None:
         """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch.

@@ -66,7 +66,7 @@ class Rules:
 
     @property
     def capacity(self) -> int:
-        """Limit of outstanding groups; without a bound, that of staleness 4."""
+        """Limit of groups in flight; without a bound, that of staleness 4."""
         staleness = 4 if self.max_staleness is None else self.max_staleness
         return (staleness + 1) * self.groups_per_batch * self.publish_interval
 
@@ -80,7 +80,7 @@ class Rules:
         return self.client_limit(self.groups_per_batch) * self.capacity // self.groups_per_batch
 
 
-class AttemptVerdict(StrEnum):
+class AttemptDecision(StrEnum):
     """What follows from the end of an attempt."""
 
     RETRY = "retry"

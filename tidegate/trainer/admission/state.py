@@ -21,7 +21,7 @@ class TaskTicket:
 
 
 class Phase(StrEnum):
-    """Where an outstanding group is."""
+    """Where a group in flight is."""
 
     RUNNING = "running"
     """Its episodes are in progress."""
@@ -60,7 +60,7 @@ class Slot:
 
 @dataclass(slots=True)
 class GroupState:
-    """An outstanding group."""
+    """A group in flight."""
 
     id: str
     task: str

@@ -14,7 +14,7 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase
 from tidegate.trainer.batch.credit import Advantage
-from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.types import Group
@@ -43,7 +43,7 @@ class Batch:
     scored_s: float = 0.0
     """Seconds that the trainer waited for the teacher (`time/teacher`)."""
 
-    def rows(self) -> list[TrainSequence]:
+    def rows(self) -> list[TrainingSequence]:
         """Return the token sequences to train on."""
         return rows_to_train(self.groups, self.advantages)
 
@@ -75,7 +75,9 @@ class Batch:
         )
 
 
-def rows_to_train(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]) -> list[TrainSequence]:
+def rows_to_train(
+    groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]]
+) -> list[TrainingSequence]:
     """Return the token sequences of groups with their trajectories' advantages, in order."""
     return [
         row
@@ -124,7 +126,7 @@ class Batcher:
     _leased_at: dict[str, float] = field(default_factory=dict)
 
     def add(self, group: Group) -> None:
-        """Add a group that is leased in admission. A reinstated group has no lease at the gateway."""
+        """Add a group that is leased in admission. A restored group has no lease at the gateway."""
         self._groups[group.id] = group
         self._leased_at[group.id] = time.monotonic()
         if self.scorer is not None:

@@ -1,4 +1,4 @@
-"""Credit assignment: computes the advantage of each episode of a batch from rewards."""
+"""CreditAssignment assignment: computes the advantage of each episode of a batch from rewards."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tidegate.types import Group, Outcome, Trajectory
 
 Advantage = float | list[float] | None
 """Advantage of all of an episode's tokens, or a list with one per turn; None: not trained on."""
-Credit = Callable[[Sequence[Group]], list[list[Advantage]]]
+CreditAssignment = Callable[[Sequence[Group]], list[list[Advantage]]]
 """Groups of a batch → advantages of their trajectories, by group."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCredit:
+class BaselineCredit:
     """Credit relative to the other attempts at the same task (GRPO, RLOO), to the batch (REINFORCE++) or to
     earlier episodes of the same key.
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.types import Ids
 
 MICROBATCH_OVERHEAD = 64
@@ -156,7 +156,7 @@ class _Cluster:
 
 
 def prefix_batches(
-    rows: Sequence[TrainSequence], max_tokens: int, *, share: bool = True
+    rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool = True
 ) -> list[PrefixBatch]:
     """Group rows into microbatches with shared prefixes and little padding. Deterministic.
 
@@ -183,7 +183,7 @@ def prefix_batches(
 
 
 def microbatches(
-    rows: Sequence[TrainSequence],
+    rows: Sequence[TrainingSequence],
     chosen: Sequence[int],
     max_tokens: int,
     *,
@@ -220,7 +220,7 @@ def padding_ratio(passes: Iterable[ForwardPass]) -> float:
     return 1.0 - sum(tokens for _, tokens in sizes) / computed if computed else 0.0
 
 
-def _clusters(rows: Sequence[TrainSequence], usable: Sequence[int]) -> list[_Cluster]:
+def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_Cluster]:
     """Cluster rows with long common prefixes, among neighbours in lexicographic order.
 
     A row joins the last cluster if that saves more tokens than leaving it out.
@@ -238,19 +238,19 @@ def _clusters(rows: Sequence[TrainSequence], usable: Sequence[int]) -> list[_Clu
     return [cluster for cluster in clusters if _worth_sharing(rows, cluster)]
 
 
-def _worth_sharing(rows: Sequence[TrainSequence], cluster: _Cluster) -> bool:
+def _worth_sharing(rows: Sequence[TrainingSequence], cluster: _Cluster) -> bool:
     saved = (len(cluster.rows) - 1) * cluster.shared
     return saved > MIN_SAVED_TOKENS and saved >= MIN_SAVED_SHARE * sum(
         rows[index].inputs for index in cluster.rows
     )
 
 
-def _max_prefix(row: TrainSequence) -> int:
+def _max_prefix(row: TrainingSequence) -> int:
     """Return a row's longest possible prefix, which ends before the first trained token is predicted."""
     return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
 
 
-def _common_prefix(ids: Ids, row: TrainSequence) -> int:
+def _common_prefix(ids: Ids, row: TrainingSequence) -> int:
     """Return the length of the common prefix of `ids` and the row, at most `_max_prefix(row)`."""
     length = min(len(ids), _max_prefix(row))
     different = np.flatnonzero(ids[:length] != row.ids[:length])
@@ -258,7 +258,7 @@ def _common_prefix(ids: Ids, row: TrainSequence) -> int:
 
 
 def _prefix_batch(
-    rows: Sequence[TrainSequence], clusters: Sequence[_Cluster], max_tokens: int
+    rows: Sequence[TrainingSequence], clusters: Sequence[_Cluster], max_tokens: int
 ) -> PrefixBatch:
     """Build prefixes and microbatches from clusters in descending order of shared tokens."""
     prefix_of = {
@@ -322,7 +322,7 @@ def _padded(sequences: Sequence[Ids]) -> Tensor:
 
 
 def microbatch(
-    rows: Sequence[TrainSequence], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]
+    rows: Sequence[TrainingSequence], chosen: list[int], prefixes: Mapping[int, tuple[int, int]]
 ) -> Microbatch:
     """Build one microbatch of the chosen rows; `prefixes` gives (index, length) of a row's prefix."""
     selected = [rows[index] for index in chosen]

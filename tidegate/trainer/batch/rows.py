@@ -15,7 +15,7 @@ from tidegate.types import Ids, Logprobs, Trajectory, Turn
 
 
 @dataclass(slots=True)
-class TrainSequence:
+class TrainingSequence:
     """One token sequence of a trajectory; every array is [t], aligned with `ids`.
 
     Where `mask` is False the token is context, and the other arrays hold neutral values.
@@ -57,7 +57,7 @@ class TrainSequence:
         return int(np.flatnonzero(self.mask)[-1])
 
 
-def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[TrainSequence]:
+def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[TrainingSequence]:
     """Convert a trajectory's tree of turns to sequences; none if no turn can be trained on.
 
     Every delivered, freely sampled token is trained in exactly one of them, by `training_sequences`.
@@ -82,12 +82,12 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     ]
 
 
-def minibatches(rows: Sequence[TrainSequence], number: int) -> list[list[TrainSequence]]:
+def minibatches(rows: Sequence[TrainingSequence], number: int) -> list[list[TrainingSequence]]:
     """Split the rows, in order, into `number` parts of equally many groups, give or take one.
 
     There are fewer parts if there are fewer groups. A group is never split, so its prompt is computed once.
     """
-    by_group: dict[str, list[TrainSequence]] = {}
+    by_group: dict[str, list[TrainingSequence]] = {}
     for row in rows:
         by_group.setdefault(row.group_id, []).append(row)
     groups, number = list(by_group.values()), min(number, len(by_group))
@@ -106,9 +106,9 @@ def is_trained(turn: Turn) -> bool:
 
 def _row(
     trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advantages: Mapping[int, float]
-) -> TrainSequence:
+) -> TrainingSequence:
     length = sum(len(turn.delta_ids) + len(turn.output_ids) for turn in path)
-    row = TrainSequence(
+    row = TrainingSequence(
         ids=np.empty(length, dtype=np.int32),
         mask=np.zeros(length, dtype=np.bool_),
         logprobs=np.zeros(length, dtype=np.float32),
@@ -132,7 +132,7 @@ def _row(
     return row
 
 
-def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float) -> None:
+def _mark(row: TrainingSequence, turn: Turn, start: int, end: int, advantage: float) -> None:
     """Mark a turn's sampled tokens, at `start..end` of the row, as trained."""
     where = f"session {row.session_id}, turn {turn.index}"
     mask = np.ones(end - start, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0
@@ -158,7 +158,7 @@ def _mark(row: TrainSequence, turn: Turn, start: int, end: int, advantage: float
         row.teacher_top[start:end] = turn.teacher_top_logprobs.reshape(shape)
 
 
-def _add_teacher(row: TrainSequence, turns: Sequence[Turn]) -> None:
+def _add_teacher(row: TrainingSequence, turns: Sequence[Turn]) -> None:
     """Add the arrays of a teacher, which scored these turns, still without values."""
     row.teacher = np.zeros(len(row.ids), dtype=np.float32)
     widths = {turn.teacher_top_k for turn in turns}

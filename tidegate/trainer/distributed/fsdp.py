@@ -27,7 +27,7 @@ from tidegate.trainer.batch.microbatch import (
     microbatch,
     split_by_length,
 )
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.forward import TokenLogprobs, decoder_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 
@@ -79,7 +79,7 @@ class FSDPRanks(Ranks):
         return root, device
 
     def layout(
-        self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool
+        self, rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool
     ) -> tuple[list[PrefixBatch], list[ForwardPass]]:
         """Partition rows over the ranks. A rank without rows computes the shortest one, for nothing.
 
@@ -89,7 +89,7 @@ class FSDPRanks(Ranks):
         own = [PrefixBatch([], [self._microbatch(rows, part.rows)]) for part in parts[self.rank]]
         return own, [part for of_rank in parts for part in of_rank]
 
-    def _microbatch(self, rows: Sequence[TrainSequence], chosen: list[int]) -> Microbatch:
+    def _microbatch(self, rows: Sequence[TrainingSequence], chosen: list[int]) -> Microbatch:
         if chosen:
             return microbatch(rows, chosen, {})
         usable = [index for index, row in enumerate(rows) if row.mask.any()]
@@ -150,7 +150,7 @@ class RankBatch:
     """Inputs without padding."""
 
 
-def partition_rows(rows: Sequence[TrainSequence], ranks: int, max_tokens: int) -> list[list[RankBatch]]:
+def partition_rows(rows: Sequence[TrainingSequence], ranks: int, max_tokens: int) -> list[list[RankBatch]]:
     """Assign rows to ranks; returns each rank's batches, of which all ranks have the same number.
 
     Sharded ranks compute layer by layer in lockstep, so each pass must be of similar size on all ranks, not

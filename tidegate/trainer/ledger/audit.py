@@ -70,7 +70,7 @@ def _check_metrics(run_dir: Path, check: LedgerCheck) -> None:
     stepped = {
         group.ended["step"]
         for group in check.groups.values()
-        if group.ended is not None and group.stepped and not group.abandoned
+        if group.ended is not None and group.stepped and not group.discarded
     }
     lines: Counter[int] = Counter(
         line["step"] for line in _json_lines(run_dir / "metrics.jsonl", check, grows=True)
@@ -108,7 +108,7 @@ def _check_recorded(run_dir: Path, check: LedgerCheck, recorded: Counter[tuple[i
     A start that undoes the step may have moved the file and crashed before it recorded that.
     """
     for name, group in check.groups.items():
-        if group.ended is None or not group.stepped or group.abandoned or name in check.erased:
+        if group.ended is None or not group.stepped or group.discarded or name in check.erased:
             continue
         step, trained = group.ended["step"], check.trained_attempts(name)
         moved = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))

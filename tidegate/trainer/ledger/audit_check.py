@@ -43,8 +43,8 @@ class AuditedItem:
     rules: AuditedRules
     ended: LedgerEntry | None = None
     seq: int = -1
-    abandoned: bool = False
-    """Ended `stepped` after the marker that a later start resumed from, and not reinstated yet."""
+    discarded: bool = False
+    """Ended `stepped` after the marker that a later start resumed from, and not restored yet."""
 
     @property
     def stepped(self) -> bool:
@@ -144,7 +144,7 @@ class LedgerCheck:
         """Steps taken and versions published after the checkpoint that a run resumes from are abandoned."""
         position = line.get("position") or 0
         for item in [*self.groups.values(), *self.attempts.values()]:
-            item.abandoned |= item.stepped and item.seq >= position
+            item.discarded |= item.stepped and item.seq >= position
         late = [version for seq, version in self.versions if seq >= max(1, position)]
         self._abandon(late, line["seq"])
         self.versions.append((line["seq"], line["version"]))
@@ -164,11 +164,11 @@ class LedgerCheck:
     def _put_back(self, line: LedgerEntry) -> None:
         group = self.groups.get(line["id"])
         items = [*([group] if group is not None else []), *self.members[line["id"]]]
-        abandoned = [item for item in items if item.abandoned]
-        if not abandoned:
-            self.report(f"group {line['id']} was reinstated, but no step on it was rolled back")
-        for item in abandoned:
-            item.ended, item.abandoned = None, False
+        discarded = [item for item in items if item.discarded]
+        if not discarded:
+            self.report(f"group {line['id']} was restored, but no step on it was discarded")
+        for item in discarded:
+            item.ended, item.discarded = None, False
 
     def _issue(self, line: LedgerEntry, items: dict[str, AuditedItem]) -> None:
         if line["id"] in items:
@@ -243,7 +243,7 @@ class LedgerCheck:
     def state_of(self, item: AuditedItem, committed: int) -> str:
         if item.ended is None:
             return State.LIVE.value
-        if item.ended["state"] == State.STEPPED and item.seq < committed and not item.abandoned:
+        if item.ended["state"] == State.STEPPED and item.seq < committed and not item.discarded:
             return State.TRAINED.value
         return item.ended["state"]
 
@@ -253,10 +253,8 @@ class LedgerCheck:
         self.audit.attempts = Counter(self.state_of(item, committed) for item in self.attempts.values())
         if self.finished and (live := self.audit.groups["live"] + self.audit.attempts["live"]):
             self.report(f"the run ended with {live} groups or attempts still live")
-        if self.finished and (lost := [name for name, group in self.groups.items() if group.abandoned]):
-            self.report(
-                f"{len(lost)} groups of steps that were rolled back were never reinstated: {lost[0]} …"
-            )
+        if self.finished and (lost := [name for name, group in self.groups.items() if group.discarded]):
+            self.report(f"{len(lost)} groups of discarded steps were never restored: {lost[0]} …")
         self._check_groups()
         self._check_attempts_a_slot()
 
@@ -277,7 +275,7 @@ class LedgerCheck:
             trained = self.trained_attempts(name)
             if not group.rules.min_group_size <= trained <= group.rules.group_size:
                 self.report(f"group {name} was trained with {trained} attempts")
-            if not group.abandoned:
+            if not group.discarded:
                 sizes[group.ended["step"]] += 1
         self.audit.steps = len(sizes)
         for step, size in sorted(sizes.items()):

@@ -12,7 +12,7 @@ class State(StrEnum):
     """State of an attempt or a group. An attempt or group has ended in every state but `live`.
 
     `stepped` becomes `trained` when the next checkpoint's marker is written; the ledger gets no entry then,
-    because the marker alone is the commit point. A resume from an earlier marker reinstates the group: it is
+    because the marker alone is the commit point. A resume from an earlier marker restores the group: it is
     live again, and ends once more.
     """
 

@@ -1,9 +1,10 @@
 """State of a run, read from its ledger, and the entries that repair it after a crash or a stop.
 
-A checkpoint's marker is the only commit point. Groups trained on after it are rolled back: their step is
-lost, so they are live again, with their tokens from `trajectories/`, and end once more. Versions published
-after the marker are abandoned: their tokens are not trained on, and the restored weights are published under
-a new number. Groups that ran when the processes exited end `cancelled`, and their tasks are issued again.
+A checkpoint's marker is the only commit point. Groups trained on after it are restored: their step is
+discarded, so they are live again, with their tokens from `trajectories/`, and end once more. Versions
+published after the marker are abandoned: their tokens are not trained on, and the restored weights are
+published under a new number. Groups that ran when the processes exited end `cancelled`, and their tasks are
+issued again.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class LedgerItem:
     episodes: int = 0
     steps_taken: int = 0
     """Steps of the run when it ended, including its own."""
-    lost: bool = False
+    after_marker: bool = False
     """It ended after the marker that a later start resumed from."""
-    rolled_back: bool = False
-    """It ended `stepped` after the marker that a later start resumed from, and is not reinstated yet."""
+    discarded: bool = False
+    """It ended `stepped` after the marker that a later start resumed from, and is not restored yet."""
 
     @property
     def cause(self) -> str | None:
@@ -58,7 +59,7 @@ class LedgerItem:
 
     def final(self, committed: float = math.inf) -> State:
         """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
-        trained = self.state is State.STEPPED and self.ended_at < committed and not self.rolled_back
+        trained = self.state is State.STEPPED and self.ended_at < committed and not self.discarded
         return State.TRAINED if trained else self.state
 
 
@@ -109,7 +110,7 @@ class LedgerState:
             for item in [self.groups[line["id"]], *self.members(line["id"]).values()]:
                 if item.state is State.STEPPED:
                     _end(item, State.LIVE, {})
-                    item.rolled_back = False
+                    item.discarded = False
         else:
             self._steps = line.get("step", self._steps)
             _end(items[line["id"]], State(line["state"]), line)
@@ -119,7 +120,7 @@ class LedgerState:
         self.epoch = max(self.epoch, line.get("epoch") or 0)
         event = line["event"]
         if event == "started":
-            self.abandon(line.get("position") or 0)
+            self.discard_after(line.get("position") or 0)
             self._steps = line.get("step", 0)
         if event == "quarantined":
             self.quarantines[line["task"]] = line
@@ -135,14 +136,14 @@ class LedgerState:
         if event in ("started", "ended"):
             self.end = line if event == "ended" else None
 
-    def abandon(self, position: int) -> None:
-        """Abandon steps and versions after `position`, that of the marker that a run resumes from.
+    def discard_after(self, position: int) -> None:
+        """Discard steps and abandon versions after `position`, that of the marker that a run resumes from.
 
         The run's first version, in the first entry, stays valid even without a marker.
         """
         for item in [*self.groups.values(), *self.attempts.values()]:
-            item.lost |= item.ended_at >= position
-            item.rolled_back |= item.state is State.STEPPED and item.ended_at >= position
+            item.after_marker |= item.ended_at >= position
+            item.discarded |= item.state is State.STEPPED and item.ended_at >= position
         self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
         self.roll_backs = [line for line in self.roll_backs if line["seq"] < position]
 
@@ -150,15 +151,15 @@ class LedgerState:
         """Return a group's attempts by id."""
         return {name: self.attempts[name] for name in self._members.get(group, [])}
 
-    def rolled_back(self) -> list[str]:
-        """Return the groups to reinstate, in the order in which they were trained on.
+    def discarded_groups(self) -> list[str]:
+        """Return the groups to restore, in the order in which they were trained on.
 
         A crash between two entries may leave a group whose attempts ended and which has not.
         """
         ended_at = {}
         for name, group in self.groups.items():
             items = [group, *self.members(name).values()]
-            if any(item.rolled_back for item in items):
+            if any(item.discarded for item in items):
                 ended_at[name] = max(item.ended_at for item in items)
         return sorted(ended_at, key=ended_at.__getitem__)
 
@@ -181,7 +182,7 @@ class LedgerState:
 
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
-    item.state, item.ended_at, item.lost = state, line.get("seq", -1), False
+    item.state, item.ended_at, item.after_marker = state, line.get("seq", -1), False
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)
     item.step, item.version = line.get("step"), line.get("version")
@@ -203,14 +204,14 @@ def read_ledger_state(ledger: Path) -> LedgerState:
     return past
 
 
-def reinstate(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
-    """Make a rolled-back group and its attempts live again."""
+def restore_group(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+    """Make a group of a discarded step and its attempts live again."""
     line = entry("group", "put_back", id=group)
     record(line)
     past.apply(line)
 
 
-def cancel_lost(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
+def cancel_interrupted(past: LedgerState, group: str, record: Callable[[LedgerEntry], None]) -> None:
     """End a group that was live when the trainer exited, its attempts first."""
     end = {"state": State.CANCELLED.value, "why": "the processes that ran it ended"}
     attempts = past.live_attempts(group).values()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 
 Ratio = Callable[[Tensor, Microbatch], Tensor]
 """(log π_n, microbatch) → log importance ratio of each token, [n]."""
@@ -24,7 +24,7 @@ Weight = Callable[[Tensor], tuple[Tensor, Tensor]]
 Penalty = Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]
 """(log π_n, microbatch) → constant to subtract from each token's advantage, and term to add to its loss,
 both [n]."""
-Aggregation = Callable[[Sequence[TrainSequence]], tuple[list[float], float]]
+Aggregation = Callable[[Sequence[TrainingSequence]], tuple[list[float], float]]
 """All rows of an optimiser step → weight of a token in each row, and the divisor N of the sum."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.losses.loss import Aggregation, Penalty, Surrogate, Weight
 
 SMALLEST_REST = 1e-6
@@ -145,12 +145,12 @@ def masked(cap: float) -> Weight:
 # ---------------------------------------------------------------------- aggregations
 
 
-def token_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+def token_mean(rows: Sequence[TrainingSequence]) -> tuple[list[float], float]:
     """Weighs every trained token 1; N is the number of tokens (DAPO, §3.3)."""
     return [1.0] * len(rows), float(sum(row.trained for row in rows))
 
 
-def trajectory_mean(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+def trajectory_mean(rows: Sequence[TrainingSequence]) -> tuple[list[float], float]:
     """Weighs every trajectory 1, over all its rows; N is the number of trajectories."""
     tokens = _tokens_by_trajectory(rows)
     weights = [1.0 / tokens[row.session_id] if row.trained else 0.0 for row in rows]
@@ -161,14 +161,14 @@ def sequence_sum(length: int) -> Aggregation:
     """Weighs every trained token 1; N is `length` per trajectory: Dr. GRPO's constant divisor, so that the
     tokens of long episodes weigh no less (Liu et al., 2025, §3.2)."""
 
-    def aggregation(rows: Sequence[TrainSequence]) -> tuple[list[float], float]:
+    def aggregation(rows: Sequence[TrainingSequence]) -> tuple[list[float], float]:
         _, trajectories = trajectory_mean(rows)
         return [1.0] * len(rows), trajectories * length
 
     return aggregation
 
 
-def _tokens_by_trajectory(rows: Sequence[TrainSequence]) -> dict[str, int]:
+def _tokens_by_trajectory(rows: Sequence[TrainingSequence]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for row in rows:
         tokens[row.session_id] = tokens.get(row.session_id, 0) + row.trained

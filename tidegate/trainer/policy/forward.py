@@ -24,7 +24,7 @@ from tidegate.trainer.batch.microbatch import (
     SharedPrefixes,
     prefix_batches,
 )
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
@@ -99,7 +99,7 @@ class Forward:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
-    def layout(self, rows: Sequence[TrainSequence]) -> tuple[list[PrefixBatch], list[ForwardPass]]:
+    def layout(self, rows: Sequence[TrainingSequence]) -> tuple[list[PrefixBatch], list[ForwardPass]]:
         """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
         return self._ranks.layout(rows, self._max_tokens, share=self.shares)
 
@@ -148,7 +148,7 @@ class Forward:
             None if batch.teacher_ids_nk is None else torch.cat(top),
         )
 
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[TrainingSequence]) -> list[Logprobs]:
         """Compute log π of every trained token, on all ranks: a float32 [t] per row, 0 elsewhere."""
         result = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
         for by_row in self._ranks.collect(self._by_row(self.layout(rows)[0])):
@@ -254,7 +254,7 @@ def _attends_to_all(model: Any) -> bool:
     return kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
 
 
-def _probe_rows(vocabulary: int) -> list[TrainSequence]:
+def _probe_rows(vocabulary: int) -> list[TrainingSequence]:
     """Build rows with two shared prefixes of different length and replies of different length."""
     rows = []
     for beginning, replies in ((20, (3, 7, 5)), (33, (4, 4))):
@@ -264,7 +264,7 @@ def _probe_rows(vocabulary: int) -> list[TrainSequence]:
             ids = (np.arange(length) * beginning + own * (number + 1)) % vocabulary
             ones = np.ones(length, dtype=np.float32)
             rows.append(
-                TrainSequence(
+                TrainingSequence(
                     ids.astype(np.int32), own, 0 * ones, np.zeros(length, dtype=np.int64), ones, 0 * ones
                 )
             )

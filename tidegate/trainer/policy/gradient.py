@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import ForwardPass, Microbatch, PrefixBatch
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.policy.diagnostics import Diagnostics
 from tidegate.trainer.policy.forward import Forward, Prefix
@@ -25,7 +25,7 @@ class GradientStep:
 
     forward: Forward
     objective: Loss
-    rows: list[TrainSequence] = field(default_factory=list)
+    rows: list[TrainingSequence] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     passes: list[ForwardPass] = field(default_factory=list)
     denominator: float = 0.0
@@ -38,7 +38,7 @@ class GradientStep:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def accumulate(self, rows: Sequence[TrainSequence], diagnostics: Diagnostics) -> None:
+    def accumulate(self, rows: Sequence[TrainingSequence], diagnostics: Diagnostics) -> None:
         """Add N times the gradient of the rows' loss to the parameters' gradients."""
         weights, denominator = self.objective.aggregation(rows)
         weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.microbatch import padding_ratio
-from tidegate.trainer.batch.rows import TrainSequence, minibatches
+from tidegate.trainer.batch.rows import TrainingSequence, minibatches
 from tidegate.trainer.checkpoint.huggingface import cast, read_model, tokenizer_files, write_model
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
@@ -129,7 +129,7 @@ class Policy:
             )
         return cls(model, path, settings, reference, ranks)
 
-    def update(self, rows: Sequence[TrainSequence], version: int) -> dict[str, float]:
+    def update(self, rows: Sequence[TrainingSequence], version: int) -> dict[str, float]:
         """Train on a batch, in one optimiser step or in `trainer.minibatches` of them.
 
         If a step's loss or gradient is not finite, this step and the following ones are skipped: see
@@ -152,7 +152,7 @@ class Policy:
         return self.optimizer_step()
 
     @collective
-    def backward(self, rows: Sequence[TrainSequence], version: int) -> None:
+    def backward(self, rows: Sequence[TrainingSequence], version: int) -> None:
         """Run the forward and backward passes of a batch; when streaming, of one of its minibatches.
 
         If a batch has several optimiser steps, this also takes all but the last one.
@@ -208,12 +208,12 @@ class Policy:
             "time/update": batch.seconds + time.perf_counter() - started,
         }
 
-    def logprobs(self, rows: Sequence[TrainSequence]) -> list[Logprobs]:
+    def logprobs(self, rows: Sequence[TrainingSequence]) -> list[Logprobs]:
         """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
         return self._forward.logprobs(rows)
 
     @collective
-    def validation_loss(self, rows: Sequence[TrainSequence]) -> float:
+    def validation_loss(self, rows: Sequence[TrainingSequence]) -> float:
         """Return the mean negative log π of the trained tokens, in nats. Nothing is trained on them."""
         total = sum(float(values.sum(dtype=np.float64)) for values in self.logprobs(rows))
         return -total / sum(row.trained for row in rows)
@@ -362,7 +362,7 @@ class Policy:
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
 
-    def _with_reference_logprobs(self, rows: list[TrainSequence]) -> list[TrainSequence]:
+    def _with_reference_logprobs(self, rows: list[TrainingSequence]) -> list[TrainingSequence]:
         """Return the rows with the logprobs of the fixed policies: π_old and the reference model."""
         if self.settings.minibatches > 1 and not self.settings.streaming:
             rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
@@ -371,7 +371,7 @@ class Policy:
             rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
         return rows
 
-    def _run_minibatches(self, batch: _PendingBatch, rows: list[TrainSequence]) -> None:
+    def _run_minibatches(self, batch: _PendingBatch, rows: list[TrainingSequence]) -> None:
         """Take one optimiser step per minibatch, up to the first that is not finite; the last is left to
         `optimizer_step`."""
         rate = learning_rate(self.settings, self.steps)
@@ -398,7 +398,7 @@ class Policy:
         return True
 
 
-def _check_scored(rows: Sequence[TrainSequence], top_k: int) -> None:
+def _check_scored(rows: Sequence[TrainingSequence], top_k: int) -> None:
     """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without.
 
     Args:

@@ -13,7 +13,7 @@ from tidegate.config import TrainerSettings
 from tidegate.devices import find_device
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.microbatch import ForwardPass, PrefixBatch, prefix_batches
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's RuntimeError when host memory is exhausted."""
@@ -62,7 +62,7 @@ class Ranks:
         return compute, next(model.parameters()).device
 
     def layout(
-        self, rows: Sequence[TrainSequence], max_tokens: int, *, share: bool
+        self, rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool
     ) -> tuple[list[PrefixBatch], list[ForwardPass]]:
         """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
         batches = prefix_batches(rows, max_tokens, share=share)

@@ -42,7 +42,7 @@ class CandidateEngines:
         self._number = number
         self._share = share
 
-    async def hold(self, weights: Path, version: int) -> bool:
+    async def ensure_serving(self, weights: Path, version: int) -> bool:
         """Have engines serve the candidate; returns whether all of them do.
 
         Repeat it while the candidate is tested: a restarted engine has the live version, and a restarted

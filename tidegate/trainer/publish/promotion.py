@@ -166,7 +166,7 @@ class Promotion:
     async def _hold(self, version: int, weights: Path) -> bool:
         """Have engines serve the candidate; returns whether all of them do."""
         try:
-            return await self.engines.hold(weights, version)
+            return await self.engines.ensure_serving(weights, version)
         except GatewayError:  # a restarting gateway; repeated later
             return False
 

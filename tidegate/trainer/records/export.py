@@ -12,7 +12,7 @@ import orjson
 
 from tidegate.errors import ConfigError, StorageError
 from tidegate.program import advise_extra
-from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
@@ -149,7 +149,7 @@ def is_left_out(line: Mapping[str, Any]) -> bool:
     return line["advantage"] is None and bool(line["state"] == State.STEPPED)
 
 
-def sequences_of(line: Mapping[str, Any]) -> list[TrainSequence]:
+def sequences_of(line: Mapping[str, Any]) -> list[TrainingSequence]:
     """Return the token sequences of a line, with the mask with which they were, or would be, trained on.
 
     Raises TrainingError if a turn of it was recorded wrongly.

@@ -2,7 +2,7 @@
 
 A line holds a complete trajectory, from which `decode_trajectory` restores ids and logprobs exactly. A step's
 file is written before the ledger records the step, so that a resume finds the tokens of every group that it
-reinstates. A resume moves the files of undone steps to `taken_back/`.
+restores. A resume moves the files of discarded steps to `taken_back/`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrajectoryFiles:
         self.directory = run_dir / "trajectories"
         self.erased: set[str] = set()
         """Ids of groups that are never written."""
-        self._undone = self.directory / "taken_back"
+        self._discarded = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
         self._unleased = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
         for path in self._unleased.values():
@@ -66,18 +66,18 @@ class TrajectoryFiles:
         ]
         self._write(f"eval_{step:06d}.jsonl", lines)
 
-    def set_aside(self, after: int, epoch: int) -> None:
-        """Move the files of all steps after `after` aside, as the start `epoch` undoes those steps."""
+    def move_discarded(self, after: int, epoch: int) -> None:
+        """Move the files of the steps after `after`, which the start `epoch` discards, to `taken_back/`."""
         for path in self.directory.glob("step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > after:
-                self._undone.mkdir(exist_ok=True)
+                self._discarded.mkdir(exist_ok=True)
                 with failpoints.around("trajectories.taken_back"):
-                    path.replace(self._undone / f"{epoch}_{path.name}")
+                    path.replace(self._discarded / f"{epoch}_{path.name}")
 
-    def read_set_aside(self, names: Collection[str]) -> dict[str, Group]:
-        """Return the named groups that were in batches of undone steps."""
+    def read_discarded(self, names: Collection[str]) -> dict[str, Group]:
+        """Return the named groups that were in batches of discarded steps."""
         members: dict[str, dict[str, Trajectory]] = {}
-        for path in sorted(self._undone.glob("*.jsonl")) if names else ():
+        for path in sorted(self._discarded.glob("*.jsonl")) if names else ():
             for line in read_lines(path):
                 if line["state"] == State.STEPPED.value and line["group_id"] in names:
                     members.setdefault(line["group_id"], {})[line["session_id"]] = decode_trajectory(line)
@@ -99,7 +99,7 @@ class TrajectoryFiles:
         self.erased.update(groups)
         appended = [path for path in self._unleased.values() if path.exists()]
         written = set(self.directory.glob("*.jsonl")).difference(appended)
-        await asyncio.to_thread(_erase, [*written, *self._undone.glob("*.jsonl")], frozenset(groups))
+        await asyncio.to_thread(_erase, [*written, *self._discarded.glob("*.jsonl")], frozenset(groups))
         _erase(appended, frozenset(groups))  # not in a thread: `append` must not write meanwhile
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:

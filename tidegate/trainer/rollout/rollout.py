@@ -17,7 +17,7 @@ from tidegate.config import Settings
 from tidegate.errors import GatewayError, NoUsableEpisodesError, TidegateError, TrainingError
 from tidegate.gateway.client import SessionSummary
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.rules import AttemptVerdict
+from tidegate.trainer.admission.rules import AttemptDecision
 from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskTicket
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -61,7 +61,7 @@ class Rollout:
     last_progress: float = field(default_factory=time.monotonic)
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _answers: dict[int, Any] = field(default_factory=dict)
-    """Gold answers of outstanding groups, by the index of their task."""
+    """Gold answers of groups in flight, by the index of their task."""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
     _broken: BaseException | None = None
@@ -141,8 +141,8 @@ class Rollout:
         slots = [asyncio.create_task(self._slot(group, task, n)) for n in range(len(group.slots))]
         try:
             for settled in asyncio.as_completed(slots):
-                verdict = await settled
-                if verdict in (AttemptVerdict.FAILED, AttemptVerdict.LATE):
+                decision = await settled
+                if decision in (AttemptDecision.FAILED, AttemptDecision.LATE):
                     await self._drop(group.id, State.FAILED, group)
                     return
             sessions = [self.sessions.pop(attempt) for attempt in group.successful_attempts()]
@@ -167,7 +167,7 @@ class Rollout:
         self.admission.fail_group(group.id, Outcome.REWARD_ERROR, why)
         await self._drop(group.id, State.FAILED, group)
 
-    async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptVerdict:
+    async def _slot(self, group: GroupState, task: Task, slot: int) -> AttemptDecision:
         """Attempt a slot until it is settled, and return what follows. A retry has a new session."""
         tried: list[Attempted] = []
         while True:
@@ -179,11 +179,11 @@ class Rollout:
             if self.admission.would_quarantine(attempt, outcome):
                 self.dead_letter(task, group.id, slot, tried)
             probe = attempt == self.admission.outage.probe
-            verdict = self.admission.end_attempt(attempt, outcome, why)
+            decision = self.admission.end_attempt(attempt, outcome, why)
             self.pause.update(probe_failed=probe)
             self.wake()  # a slot may be free, or an outage over
-            if verdict is not AttemptVerdict.RETRY:
-                return verdict
+            if decision is not AttemptDecision.RETRY:
+                return decision
             self.sessions.pop(attempt, None)
             await asyncio.sleep(self._backoff_s(group.slots[slot], outcome))
 

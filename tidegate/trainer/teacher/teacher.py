@@ -174,7 +174,7 @@ class Teacher:
 def _paths(trajectory: Trajectory, top_k: int) -> Iterator[tuple[list[Turn], set[int]]]:
     """Yield the sequences that are trained on: their turns, and the indices of those that are not yet scored.
 
-    A group that was reinstated by a resume has the logprobs in its file.
+    A group that was restored by a resume has the logprobs in its file.
     """
     turns = {turn.index: turn for turn in trajectory.turns}
     parents = {index: turn.parent for index, turn in turns.items()}

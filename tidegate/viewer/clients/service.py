@@ -146,7 +146,7 @@ def ends_by_key(ledger: LedgerState, committed: int, records: ClientRecords) -> 
 
 
 def _column(item: LedgerItem, committed: int) -> str:
-    state = State.LIVE if item.rolled_back else item.final(committed)
+    state = State.LIVE if item.discarded else item.final(committed)
     return _COLUMN.get(state, "failed")
 
 

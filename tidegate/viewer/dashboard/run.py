@@ -170,7 +170,7 @@ class FollowedRun:
             return "eval"
         group = self.ledger.groups.get(episode.group)
         if episode.state == "stepped" and group is not None:
-            return "abandoned" if group.rolled_back else group.final(self.committed).value
+            return "abandoned" if group.discarded else group.final(self.committed).value
         return episode.state
 
     def silence(self) -> float | None:

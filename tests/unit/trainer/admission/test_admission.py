@@ -10,7 +10,7 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
@@ -39,17 +39,17 @@ class Driver:
         assert group is not None
         return group.id
 
-    def finish(self, group: str, outcome: Outcome = Outcome.COMPLETED) -> AttemptVerdict:
-        verdict = AttemptVerdict.LATE
+    def finish(self, group: str, outcome: Outcome = Outcome.COMPLETED) -> AttemptDecision:
+        decision = AttemptDecision.LATE
         for slot in range(self.core.rules.group_size):
-            verdict = self.core.end_attempt(self.core.start_attempt(group, slot), outcome)
-            if verdict is AttemptVerdict.FAILED:
+            decision = self.core.end_attempt(self.core.start_attempt(group, slot), outcome)
+            if decision is AttemptDecision.FAILED:
                 break
-        return verdict
+        return decision
 
     def ready(self, oldest: int) -> str:
         group = self.start()
-        assert self.finish(group) is AttemptVerdict.READY
+        assert self.finish(group) is AttemptDecision.READY
         self.core.lease(group, oldest)
         return group
 
@@ -128,18 +128,18 @@ def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
     assert selection is not None
     assert selection.groups == done[:2], "an unfinished group never blocks a finished one"
     assert driver.core.select_batch() is None
-    assert driver.finish(slow) is AttemptVerdict.READY
+    assert driver.finish(slow) is AttemptDecision.READY
 
 
 def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
     driver = Driver(max_attempts=3)
     group = driver.start()
-    verdicts = []
+    decisions = []
     for _ in range(3):
-        verdicts.append(
+        decisions.append(
             driver.core.end_attempt(driver.core.start_attempt(group, 0), Outcome.AGENT_ERROR, "boom")
         )
-    assert verdicts == [AttemptVerdict.RETRY, AttemptVerdict.RETRY, AttemptVerdict.FAILED]
+    assert decisions == [AttemptDecision.RETRY, AttemptDecision.RETRY, AttemptDecision.FAILED]
     assert driver.core.quarantined == {"task0"}
     assert driver.core.start_group(TaskTicket(0), "task0") is None
     assert driver.ends("attempt") == {"failed": 3}
@@ -150,9 +150,9 @@ def test_partial_group_is_ready_when_enough_slots_stand() -> None:
     driver = Driver(group_size=3, max_attempts=1, min_group_size=2)
     group = driver.start()
     core = driver.core
-    assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is AttemptVerdict.WAIT
-    assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is AttemptVerdict.WAIT
-    assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is AttemptVerdict.READY
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED) is AttemptDecision.WAIT
+    assert core.end_attempt(core.start_attempt(group, 1), Outcome.TIMEOUT) is AttemptDecision.WAIT
+    assert core.end_attempt(core.start_attempt(group, 2), Outcome.TRUNCATED) is AttemptDecision.READY
     assert len(core.groups[group].successful_attempts()) == 2
 
 
@@ -161,9 +161,9 @@ def test_all_failed_group_is_never_ready_and_its_running_attempts_end() -> None:
     group = driver.start()
     core = driver.core
     running = core.start_attempt(group, 1)
-    assert core.end_attempt(core.start_attempt(group, 0), Outcome.REWARD_ERROR) is AttemptVerdict.FAILED
+    assert core.end_attempt(core.start_attempt(group, 0), Outcome.REWARD_ERROR) is AttemptDecision.FAILED
     assert driver.ends("attempt") == {"failed": 1, "cancelled": 1}
-    assert core.end_attempt(running, Outcome.COMPLETED) is AttemptVerdict.LATE, (
+    assert core.end_attempt(running, Outcome.COMPLETED) is AttemptDecision.LATE, (
         "a late end never resurrects a group"
     )
     assert group not in core.groups
@@ -174,8 +174,8 @@ def test_cancelled_attempts_do_not_count_against_the_slot() -> None:
     group = driver.start()
     for _ in range(5):
         attempt = driver.core.start_attempt(group, 0)
-        assert driver.core.end_attempt(attempt, Outcome.CANCELLED) is AttemptVerdict.RETRY
-    assert driver.finish(group) is AttemptVerdict.READY
+        assert driver.core.end_attempt(attempt, Outcome.CANCELLED) is AttemptDecision.RETRY
+    assert driver.finish(group) is AttemptDecision.READY
 
 
 def test_only_what_can_never_be_admitted_is_doomed() -> None:
@@ -298,7 +298,7 @@ def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced()
         assert selection is not None
         driver.core.step(selection, step)
         driver.publish(step)
-    assert (driver.core.outstanding(), driver.core.blocked_by() is not None) == (0, True)
+    assert (driver.core.in_flight(), driver.core.blocked_by() is not None) == (0, True)
     assert driver.ends() == {"stepped": 4, "filtered": 1}, "exactly the groups that two steps take"
 
 
@@ -321,8 +321,8 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
 def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:
     driver = Driver(max_staleness=1, groups_per_batch=2)
     running, ready, leased = driver.start(), driver.start(), driver.start()
-    assert driver.finish(ready) is AttemptVerdict.READY
-    assert driver.finish(leased) is AttemptVerdict.READY
+    assert driver.finish(ready) is AttemptDecision.READY
+    assert driver.finish(leased) is AttemptDecision.READY
     driver.core.lease(leased, 0)
     assert driver.core.will_be_stale(2, {running: 0, ready: 0, leased: 0}) == [running, ready]
     assert driver.core.will_be_stale(1, {running: 0, ready: 0}) == []
@@ -365,7 +365,7 @@ def test_commit_makes_stepped_groups_and_attempts_trained() -> None:
 def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     driver = Driver(max_attempts=1)
     task = driver.core.groups[driver.start()].task
-    assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
+    assert driver.finish(next(iter(driver.core.groups)), Outcome.AGENT_ERROR) is AttemptDecision.FAILED
     past = LedgerState()
     for seq, one in enumerate(driver.book):
         past.apply({**one, "seq": seq})
@@ -401,7 +401,7 @@ def test_a_group_larger_than_the_limit_runs_alone() -> None:
     assert driver.core.blocked_by() is not None
 
 
-def infra(driver: Driver, group: str, slot: int, number: int) -> list[AttemptVerdict]:
+def infra(driver: Driver, group: str, slot: int, number: int) -> list[AttemptDecision]:
     core, down = driver.core, Outcome.INFRA_ERROR
     return [core.end_attempt(core.start_attempt(group, slot), down, "no engine") for _ in range(number)]
 
@@ -409,15 +409,15 @@ def infra(driver: Driver, group: str, slot: int, number: int) -> list[AttemptVer
 def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> None:
     driver = Driver(max_attempts=2, max_infra_attempts=3)
     group = driver.start()
-    assert infra(driver, group, 0, 2) == [AttemptVerdict.RETRY] * 2
+    assert infra(driver, group, 0, 2) == [AttemptDecision.RETRY] * 2
     attempt = driver.core.start_attempt(group, 0)
-    assert driver.core.end_attempt(attempt, Outcome.AGENT_ERROR) is AttemptVerdict.RETRY, (
+    assert driver.core.end_attempt(attempt, Outcome.AGENT_ERROR) is AttemptDecision.RETRY, (
         "the first of its own"
     )
     last = driver.core.start_attempt(group, 0)
     assert driver.core.would_quarantine(last, Outcome.AGENT_ERROR)
     assert not driver.core.would_quarantine(last, Outcome.INFRA_ERROR)
-    assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptVerdict.FAILED
+    assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptDecision.FAILED
     assert driver.core.quarantined == set()
     assert driver.ends() == {"failed": 1}
 
@@ -440,7 +440,7 @@ def test_an_outage_pauses_issuing_and_one_probe_at_a_time_finds_its_end() -> Non
         assert not core.outage.may_attempt()
         with pytest.raises(LedgerError, match=r"cannot start .* in an outage: "):
             core.start_attempt(groups[1], 0)
-        assert core.end_attempt(probe, Outcome.INFRA_ERROR) is AttemptVerdict.RETRY
+        assert core.end_attempt(probe, Outcome.INFRA_ERROR) is AttemptDecision.RETRY
     core.end_attempt(core.start_attempt(groups[0], 0), Outcome.COMPLETED)
     assert core.outage.may_attempt()
     assert core.blocked_by() is None
@@ -453,7 +453,7 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     core, groups = driver.core, outage(driver)
     probe = core.start_attempt(groups[0], 0)
     assert core.would_quarantine(probe, Outcome.AGENT_ERROR)
-    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptVerdict.FAILED
+    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptDecision.FAILED
     assert core.outage.why is None
     assert core.quarantined == {"task0"}
 
@@ -477,11 +477,11 @@ def test_failures_while_no_engine_responds_are_not_charged() -> None:
     assert "no engine serves" in str(core.blocked_by())
     for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
         assert not core.would_quarantine(attempt, outcome)
-        assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
+        assert core.end_attempt(attempt, outcome) is AttemptDecision.RETRY
     assert not core.outage.may_attempt()
     assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]
     core.outage.set_down(None)
-    assert driver.finish(group) is AttemptVerdict.READY
+    assert driver.finish(group) is AttemptDecision.READY
 
 
 def test_an_older_ledgers_quarantine_for_an_outage_does_not_outlive_a_resume() -> None:

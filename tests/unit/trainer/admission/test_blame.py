@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.outage import THRESHOLD
-from tidegate.trainer.admission.rules import AttemptVerdict, Rules
+from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.types import Outcome
@@ -71,7 +71,7 @@ class Broken:
             elif known:
                 outcome = self.rng.choice((outcome, Outcome.CANCELLED, *CHARGED))
         assert not self.core.would_quarantine(attempt, outcome)
-        if self.core.end_attempt(attempt, outcome) is AttemptVerdict.READY:
+        if self.core.end_attempt(attempt, outcome) is AttemptDecision.READY:
             self.core.cancel_group(attempt.rpartition(".")[0].rpartition(".")[0])
 
 
@@ -114,10 +114,10 @@ def test_a_failure_after_an_outage_that_began_during_the_attempt_is_not_charged(
     core.outage.set_down(None)
     later = core.start_attempt(group, 1)
     assert not core.would_quarantine(attempt, outcome)
-    assert core.end_attempt(attempt, outcome) is AttemptVerdict.RETRY
+    assert core.end_attempt(attempt, outcome) is AttemptDecision.RETRY
     assert core.failures == {f"{outcome.value}_in_outage": 1}
     assert book[-1].get("spared")
-    assert core.end_attempt(later, outcome) is AttemptVerdict.FAILED, "it began after the outage"
+    assert core.end_attempt(later, outcome) is AttemptDecision.FAILED, "it began after the outage"
     assert core.quarantined == {"task"}
 
 
@@ -126,7 +126,7 @@ def test_a_probe_that_a_service_delays_does_not_end_the_outage(outcome: Outcome)
     core, _, group = make()
     suspect(core)
     probe = core.start_attempt(group, 0)
-    assert core.end_attempt(probe, outcome) is AttemptVerdict.RETRY
+    assert core.end_attempt(probe, outcome) is AttemptDecision.RETRY
     assert core.outage.suspected is not None
     core.end_attempt(core.start_attempt(group, 0), Outcome.COMPLETED)
     assert core.outage.why is None
@@ -138,7 +138,7 @@ def test_a_probe_is_none_any_more_when_engines_are_lost() -> None:
     probe = core.start_attempt(group, 0)
     core.outage.set_down("no engine serves")
     core.outage.set_down(None)
-    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptVerdict.RETRY
+    assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptDecision.RETRY
     assert core.quarantined == set()
 
 
@@ -154,8 +154,10 @@ def test_failures_that_an_outage_leaves_behind_are_not_evidence_of_another_one()
 
 def test_an_attempt_whose_process_exits_again_and_again_has_a_limit_and_blames_no_task() -> None:
     core, book, group = make(max_infra_attempts=3)
-    verdicts = [core.end_attempt(core.start_attempt(group, 0), Outcome.CANCELLED, "exited") for _ in range(3)]
-    assert verdicts == [AttemptVerdict.RETRY, AttemptVerdict.RETRY, AttemptVerdict.FAILED]
+    decisions = [
+        core.end_attempt(core.start_attempt(group, 0), Outcome.CANCELLED, "exited") for _ in range(3)
+    ]
+    assert decisions == [AttemptDecision.RETRY, AttemptDecision.RETRY, AttemptDecision.FAILED]
     assert core.quarantined == set()
     assert core.failures == {"worker_lost": 3}
     past = LedgerState()

@@ -205,7 +205,7 @@ class Life:
                 past.apply(one)
             step = self.marker.step if self.marker else 0
             start = Start(Path(), step, past.highest_version + 1, past, self.marker)
-            past.abandon(start.position)
+            past.discard_after(start.position)
             self.step, self.chosen = step, self.chosen[: self.kept]
             try:
                 self.core = restore_admission(start, self.enter, self.rules, {}).admission

@@ -15,7 +15,7 @@ from tidegate.observer import Observer
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
-from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -55,7 +55,7 @@ def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Bat
     rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
     admission = Admission(rules, book.append)
     gateway = Gateway(admission, rewards)
-    credit = GroupCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
+    credit = BaselineCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
     return Batcher(cast(Any, gateway), admission, lambda: None, credit.should_train), gateway, book
 
 
@@ -91,7 +91,7 @@ async def test_without_dynamic_sampling_they_are_members_of_the_batch_at_advanta
     batch = await batches.next_batch()
     assert [group.rewards() for group in batch.groups] == [ALIKE, APART]
     assert (batch.dropped, gateway.acked) == ([], [])
-    batch.advantages = GroupCredit(TrainerSettings())(batch.groups)
+    batch.advantages = BaselineCredit(TrainerSettings())(batch.groups)
     assert batch.advantages[0] == [0.0, 0.0]
     rows = batch.rows()
     assert {row.group_id for row in rows} == {group.id for group in batch.groups}

@@ -1,4 +1,4 @@
-"""Credit by episode and by turn, against plain sums."""
+"""CreditAssignment by episode and by turn, against plain sums."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.credit import GroupCredit
+from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.batch.running_means import MEMORY, RunningMeans
 from tidegate.types import Group, Outcome, Trajectory
@@ -31,8 +31,8 @@ def group(*episodes: Trajectory) -> Group:
     return Group("g1", "t1", list(episodes))
 
 
-def credit(**settings: object) -> GroupCredit:
-    return GroupCredit(TrainerSettings(**settings))
+def credit(**settings: object) -> BaselineCredit:
+    return BaselineCredit(TrainerSettings(**settings))
 
 
 def test_episodes_are_compared_within_their_group():

@@ -264,8 +264,8 @@ def _trained_on_abandoned_tokens(book: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("tamper", "words"),
     [
-        (_put_back_a_trained_one, "no step on it was rolled back"),
-        (_never_put_back, "never reinstated"),
+        (_put_back_a_trained_one, "no step on it was discarded"),
+        (_never_put_back, "never restored"),
         (_trained_in_both_lineages, "ended twice"),
         (_trained_on_abandoned_tokens, "version 3, which is abandoned"),
     ],

@@ -1,4 +1,4 @@
-"""What a resumed run reads from a ledger: reinstated groups, trained groups, used version numbers."""
+"""What a resumed run reads from a ledger: restored groups, trained groups, used version numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
-from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.ledger.state import LedgerState, cancel_interrupted, read_ledger_state, restore_group
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.resume import ResumedRun, restore_admission, take_over
 from tidegate.trainer.start import Start
@@ -79,7 +79,7 @@ def start_of(entries: list[LedgerEntry], position: int, cursor: int) -> Start:
     for seq, one in enumerate(entries):
         past.apply({"seq": seq, **one})
     state = {"ledger": position, "cursor": cursor, "tickets": [], "quarantined": []}
-    past.abandon(position)
+    past.discard_after(position)
     return Start(Path(), 1, past.highest_version + 1, past, Checkpoint(Path(), 1, state))
 
 
@@ -101,7 +101,7 @@ def test_an_absent_ledger_is_refused_and_a_new_run_has_an_empty_past(tmp_path: P
     with pytest.raises(LedgerError, match="there is no ledger"):
         read_ledger_state(tmp_path / "none.jsonl")
     past = LedgerState()
-    assert (past.epoch, past.highest_version, past.live(), past.rolled_back()) == (0, -1, [], [])
+    assert (past.epoch, past.highest_version, past.live(), past.discarded_groups()) == (0, -1, [], [])
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_an_entry_that_cannot_be_followed_is_refused(tmp_path: Path, damage: Any
 def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
     first = [started(1), *stepped("a", 1)]
     past = written(tmp_path / "l", [*first, *stepped("b", 2)])
-    past.abandon(len(first))
+    past.discard_after(len(first))
     assert past.counts(past.groups) == {State.TRAINED: 1, State.STEPPED: 1}
     assert past.counts(past.attempts) == {State.TRAINED: 2, State.STEPPED: 2}
-    assert past.rolled_back() == ["b"]
+    assert past.discarded_groups() == ["b"]
 
 
 def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None:
@@ -139,9 +139,13 @@ def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None
         entry("group", "put_back", id="b"), *again,
     ]  # fmt: skip
     past = written(tmp_path / "l", entries[: -len(again)])
-    assert (past.live(), past.rolled_back(), past.live_attempts("b")) == (["b"], [], {0: "b.0.1", 1: "b.1.1"})
+    assert (past.live(), past.discarded_groups(), past.live_attempts("b")) == (
+        ["b"],
+        [],
+        {0: "b.0.1", 1: "b.1.1"},
+    )
     past = read_ledger_state(written_path(tmp_path / "m", entries))
-    past.abandon(len(entries))
+    past.discard_after(len(entries))
     assert past.counts(past.groups) == {State.TRAINED: 2}
 
 
@@ -158,14 +162,14 @@ def test_epoch_versions_and_lineages_are_found_wherever_they_stand(tmp_path: Pat
     past = written(tmp_path / "l", entries)
     assert (past.epoch, past.highest_version) == (3, 7)
     assert past.abandoned == {3, 6}
-    past.abandon(0)
+    past.discard_after(0)
     assert past.abandoned == {1, 2, 3, 4, 5, 6, 7}, "without a marker all but the base model's"
 
 
 def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *issued("g")])
     book: list[LedgerEntry] = []
-    cancel_lost(past, "g", book.append)
+    cancel_interrupted(past, "g", book.append)
     assert [(one["id"], one["state"]) for one in book] == [
         ("g.0.1", "cancelled"),
         ("g.1.1", "cancelled"),
@@ -176,9 +180,9 @@ def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
 
 def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *stepped("g", 1)[:-2]])
-    past.abandon(0)
-    assert (past.live(), past.rolled_back()) == (["g"], ["g"])
-    reinstate(past, "g", lambda _: None)
+    past.discard_after(0)
+    assert (past.live(), past.discarded_groups()) == (["g"], ["g"])
+    restore_group(past, "g", lambda _: None)
     assert past.live_attempts("g") == {0: "g.0.1", 1: "g.1.1"}
 
 
@@ -323,7 +327,7 @@ async def test_an_erased_group_that_waits_for_a_batch_ends_filtered(tmp_path: Pa
     batches.add(group)
     await batches.withdraw(["waits", "unknown"])
     assert ends(book) == {"waits": "filtered"}
-    assert admission.outstanding() == 0
+    assert admission.in_flight() == 0
 
 
 def settings(tmp_path: Path) -> Settings:

@@ -14,7 +14,7 @@ from tidegate.settings import sections
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import Ledger
-from tidegate.trainer.ledger.state import LedgerState, cancel_lost, read_ledger_state, reinstate
+from tidegate.trainer.ledger.state import LedgerState, cancel_interrupted, read_ledger_state, restore_group
 from tidegate.viewer.ledger import count_ledger
 
 ENDINGS = (State.STEPPED, State.STEPPED, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED)
@@ -67,16 +67,16 @@ class RandomRun:
         self.committed = self.ledger.position
 
     def resume(self) -> None:
-        """Some resumes are killed before they have reinstated and cancelled every group."""
+        """Some resumes are killed before they have restored and cancelled every group."""
         self.version += 1
         position = self.committed or None
         self.record("run", "started", epoch=2, step=0, version=self.version, position=position)
-        for group in self.state.rolled_back():
+        for group in self.state.discarded_groups():
             if self.rng.random() < 0.8:
-                reinstate(self.copy(), group, self.write)
+                restore_group(self.copy(), group, self.write)
         for group in self.state.live():
             if self.rng.random() < 0.3:
-                cancel_lost(self.copy(), group, self.write)
+                cancel_interrupted(self.copy(), group, self.write)
 
     def copy(self) -> LedgerState:
         return read_ledger_state(self.ledger.path)

@@ -18,7 +18,7 @@ from tests.unit.trainer.learning_fixtures import lay, make_row
 from tidegate.config import TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import BY_NAME
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.losses.parts import top_divergence
 
@@ -181,7 +181,7 @@ def settings_of(name: str, **others: object) -> TrainerSettings:
     return TrainerSettings(loss=loss, **others)
 
 
-def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
+def make_case(seed: int = 0) -> tuple[list[TrainingSequence], list[np.ndarray]]:
     """Rows of seven trajectories, two of which have several, and log π of their trained tokens. Ratios lie
     on both sides of every bound, of single tokens and of whole rows; advantages have both signs."""
     rng = np.random.default_rng(seed)
@@ -199,7 +199,7 @@ def make_case(seed: int = 0) -> tuple[list[TrainSequence], list[np.ndarray]]:
     return rows, found
 
 
-def samples(rows: list[TrainSequence], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
+def samples(rows: list[TrainingSequence], logprobs: list[np.ndarray]) -> tuple[Trajectories, list[Tensor]]:
     sessions: dict[str, list[Sample]] = {}
     for row, pi in zip(rows, logprobs, strict=True):
         recorded = (row.logprobs, row.old, row.reference, row.teacher, row.advantages)
@@ -211,7 +211,7 @@ def samples(rows: list[TrainSequence], logprobs: list[np.ndarray]) -> tuple[Traj
 
 
 def ours(
-    settings: TrainerSettings, rows: list[TrainSequence], logprobs: list[np.ndarray], max_tokens: int
+    settings: TrainerSettings, rows: list[TrainingSequence], logprobs: list[np.ndarray], max_tokens: int
 ) -> tuple[float, list[Tensor], int]:
     """Our loss, its gradients by row, and how many tokens were cut."""
     loss = make_loss(settings)

@@ -11,7 +11,7 @@ from tests import REPO
 from tests.unit.trainer.learning_fixtures import VOCABULARY, lay, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.forward import token_logprobs
@@ -20,7 +20,7 @@ CAP = 2.0
 DEFAULT: Loss = make_loss(TrainerSettings(loss={"name": "truncated_is", "importance_cap": CAP}))
 
 
-def make_case(seed: int = 0) -> tuple[list[TrainSequence], Microbatch, torch.Tensor]:
+def make_case(seed: int = 0) -> tuple[list[TrainingSequence], Microbatch, torch.Tensor]:
     """Rows, their one microbatch, and logits for its trained tokens; ratios on both sides of the cap."""
     rows = make_rows(5, seed)
     (batch,) = lay(rows, 10_000)
@@ -49,14 +49,16 @@ def plain_weights(logits: list[list[float]], batch: Microbatch) -> list[float]:
     return found
 
 
-def loss_of(logits_nv: torch.Tensor, batch: Microbatch, rows: list[TrainSequence]) -> torch.Tensor:
+def loss_of(logits_nv: torch.Tensor, batch: Microbatch, rows: list[TrainingSequence]) -> torch.Tensor:
     # In float64, which token_logprobs would round: the comparison is with a formula, not with a model.
     logprobs_nv = torch.log_softmax(logits_nv / batch.temperatures_n[:, None], dim=-1)
     logprobs_n = logprobs_nv.gather(1, batch.targets_n[:, None]).squeeze(1)
     return share(DEFAULT, logprobs_n, batch, rows)
 
 
-def share(loss: Loss, logprobs_n: torch.Tensor, batch: Microbatch, rows: list[TrainSequence]) -> torch.Tensor:
+def share(
+    loss: Loss, logprobs_n: torch.Tensor, batch: Microbatch, rows: list[TrainingSequence]
+) -> torch.Tensor:
     return loss(logprobs_n, batch, loss.aggregation(rows)[1])[0]
 
 

@@ -14,7 +14,7 @@ from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_mo
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
 from tidegate.trainer.batch.microbatch import prefix_batches
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.policy import Policy
 
@@ -24,14 +24,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "base")
 
 
-def rows_that_share() -> list[TrainSequence]:
+def rows_that_share() -> list[TrainingSequence]:
     """Groups with prompts in common, of three lengths, and rows without."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25, 30)]
     return [*make_rows(4), *(row for group in groups for row in group)]
 
 
-def gradients(base: Path, rows: list[TrainSequence], **settings: object) -> dict[str, torch.Tensor]:
+def gradients(base: Path, rows: list[TrainingSequence], **settings: object) -> dict[str, torch.Tensor]:
     policy = Policy.load(base, TrainerSettings(microbatch_tokens=200, **settings))
     policy.update(rows, version=3)
     return {name: one.grad for name, one in policy.model.named_parameters()}
@@ -54,7 +54,7 @@ def test_another_family_of_models(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
-def kept(base: Path, rows: list[TrainSequence], **settings: object) -> int:
+def kept(base: Path, rows: list[TrainingSequence], **settings: object) -> int:
     """Bytes that the forward passes of a bundle allocate and leave to the way back."""
     policy = Policy.load(base, TrainerSettings(**settings))
     (bundle,) = prefix_batches(rows, 8192)

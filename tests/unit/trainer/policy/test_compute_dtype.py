@@ -11,7 +11,7 @@ import torch
 
 from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 
 GRADIENTS_APART = 0.03
@@ -28,7 +28,7 @@ def load(base: Path, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{"compute_dtype": "bfloat16", **settings}))
 
 
-def batch() -> list[TrainSequence]:
+def batch() -> list[TrainingSequence]:
     rng = np.random.default_rng(0)
     return [*make_rows(4), *make_group(rng, size=4, prompt=40, group="g40")]
 

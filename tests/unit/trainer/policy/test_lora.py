@@ -15,7 +15,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.policy.policy import Policy
 
@@ -32,7 +32,7 @@ def load(base: Path, seed: int = 0, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{**LORA, **settings}), seed)
 
 
-def rows_that_share(seed: int = 0) -> list[TrainSequence]:
+def rows_that_share(seed: int = 0) -> list[TrainingSequence]:
     rng = np.random.default_rng(seed)
     return [*make_rows(3, seed), *make_group(rng, size=4, prompt=40)]
 

@@ -16,11 +16,11 @@ from tidegate.trainer.batch.microbatch import (
     padding_ratio,
     prefix_batches,
 )
-from tidegate.trainer.batch.rows import TrainSequence
+from tidegate.trainer.batch.rows import TrainingSequence
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[TrainSequence]:
+def batches(draw: st.DrawFn) -> list[TrainingSequence]:
     """Groups with a prompt in common, and single rows, in any order; few ids, so that chance shares too."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     rows = make_rows(draw(st.integers(0, 4)), seed=draw(st.integers(0, 2**32)))

@@ -21,7 +21,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.advantage import centred, group_deviation, scaled
 from tidegate.trainer.batch.microbatch import prefix_batches
-from tidegate.trainer.batch.rows import TrainSequence, rows_of
+from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Trajectory
 
@@ -38,7 +38,7 @@ def load(base: Path, **settings: object) -> Policy:
     return Policy.load(base, TrainerSettings(**{"max_grad_norm": UNCLIPPED, **settings}))
 
 
-def plain_logprobs(model: torch.nn.Module, row: TrainSequence) -> torch.Tensor:
+def plain_logprobs(model: torch.nn.Module, row: TrainingSequence) -> torch.Tensor:
     """log π of the trained tokens by the whole model on one unpadded row, read off the full logits."""
     logits_tv = model(input_ids=torch.tensor(row.ids[None].astype(np.int64))).logits[0]
     at = np.flatnonzero(row.mask)
@@ -46,7 +46,9 @@ def plain_logprobs(model: torch.nn.Module, row: TrainSequence) -> torch.Tensor:
     return torch.log_softmax(logits_nv, dim=-1)[range(len(at)), row.ids[at].astype(np.int64)]
 
 
-def plain_gradients(model: torch.nn.Module, rows: list[TrainSequence], cap: float) -> dict[str, torch.Tensor]:
+def plain_gradients(
+    model: torch.nn.Module, rows: list[TrainingSequence], cap: float
+) -> dict[str, torch.Tensor]:
     """Of the default loss, one row at a time."""
     model.zero_grad()
     for row in rows:
@@ -73,7 +75,7 @@ def unchanged(policy: Policy, before: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(one, before[name]) for name, one in policy.model.named_parameters())
 
 
-def make_batch() -> list[TrainSequence]:
+def make_batch() -> list[TrainingSequence]:
     """Three groups of a prompt each and rows of their own: with prefixes of two lengths, and without."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25, 30)]

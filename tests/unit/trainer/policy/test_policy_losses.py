@@ -14,7 +14,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.microbatch import prefix_batches
-from tidegate.trainer.batch.rows import TrainSequence, minibatches
+from tidegate.trainer.batch.rows import TrainingSequence, minibatches
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy import forward
 from tidegate.trainer.policy.policy import Policy
@@ -35,7 +35,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LOSSES = [name for name in BY_NAME if name != "custom"]
 
 
-def make_batch(policy: Policy) -> list[TrainSequence]:
+def make_batch(policy: Policy) -> list[TrainingSequence]:
     """Groups with a prompt in common and single rows, sampled from a policy not far away."""
     rng = np.random.default_rng(0)
     groups = [make_group(rng, size=4, prompt=prompt, group=f"g{prompt}") for prompt in (40, 25)]
@@ -54,7 +54,7 @@ def weights(policy: Policy) -> torch.Tensor:
     return torch.cat([one.detach().flatten() for one in policy.model.parameters()])
 
 
-def one_row_at_a_time(policy: Policy, rows: list[TrainSequence]) -> torch.Tensor:
+def one_row_at_a_time(policy: Policy, rows: list[TrainingSequence]) -> torch.Tensor:
     """The gradient when each row has a forward and a backward pass of its own."""
     loss = make_loss(policy.settings)
     shares, denominator = loss.aggregation(rows)

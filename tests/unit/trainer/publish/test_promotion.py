@@ -51,7 +51,7 @@ class World:
         self.done.append(f"write {version}")
         return Path(f"candidate-{version}")
 
-    async def hold(self, weights: Path, version: int) -> bool:
+    async def ensure_serving(self, weights: Path, version: int) -> bool:
         return True
 
     async def list_groups(self) -> list[GroupRow]:

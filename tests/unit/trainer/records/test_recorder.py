@@ -150,7 +150,7 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
 
 
 ELSEWHERE = {"eval/step", "sft/epoch", "sft/steps", "validation/loss"}
-"""Made by tests/unit/trainer/rollout/test_beside.py and tests/unit/sft."""
+"""Made by tests/unit/trainer/rollout/test_background_evaluation.py and tests/unit/sft."""
 
 
 async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:

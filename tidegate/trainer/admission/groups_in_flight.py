@@ -1,4 +1,4 @@
-"""Outstanding groups and their attempts. Each issue and end is counted, and entered in the ledger."""
+"""Groups in flight and their attempts. Each issue and end is counted, and entered in the ledger."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.types import Group, Outcome
 
 
-class OutstandingGroups:
+class GroupsInFlight:
     """Groups from their issue until their end or the publish after their step.
 
     Args:
@@ -106,7 +106,7 @@ class OutstandingGroups:
         return groups
 
     def step(self, selection: BatchSelection, step: int) -> None:
-        """End the groups of a batch as `stepped`; they count as outstanding until the version is live."""
+        """End the groups of a batch as `stepped`; they are in flight until the version is live."""
         untrained = {"untrained": selection.untrained} if selection.untrained else {}
         for group_id, age in zip(selection.groups, selection.staleness, strict=True):
             group = self.by_id[group_id]

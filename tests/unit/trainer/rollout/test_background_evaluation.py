@@ -16,8 +16,8 @@ from tidegate.config import load_settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.result import RunResult
-from tidegate.trainer.rollout import beside as module
-from tidegate.trainer.rollout.beside import BackgroundEvaluation
+from tidegate.trainer.rollout import background_evaluation as module
+from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation
 from tidegate.trainer.rollout.evaluator import Evaluation
 
 
@@ -44,7 +44,7 @@ class World:
         await self.over.wait()
         return Evaluation(dict(self.metrics), [], Counter())
 
-    async def hold(self, weights: Path, version: int) -> bool:
+    async def ensure_serving(self, weights: Path, version: int) -> bool:
         self.reserved.add("engine")
         return self.held
 

@@ -31,14 +31,14 @@ class Evaluated:
 class BackgroundEvaluation:
     """Runs one evaluation at a time in the background.
 
-    Engines that `pins` reserves keep the evaluated version: they get no publish, and no calls of training.
-    Without such engines, publishes wait for the evaluation before it spans more than `max_versions` versions.
+    `reserved_engines` keep the evaluated version: they get no publish, and no calls of training. Without such
+    engines, publishes wait for the evaluation before it spans more than `max_versions` versions.
 
     Args:
         evaluate: Step, and the pinned version or None → the evaluation, None if none is due.
         publisher: Publishes versions; keeps the evaluated weights until the evaluation ended.
         engines: The run's engines.
-        pins: Reserves engines; None: no version is pinned.
+        reserved_engines: Reserves engines for evaluations; None: no version is pinned.
         max_versions: Versions that an evaluation may sample from if none is pinned.
         note: Receives messages.
 
@@ -49,7 +49,7 @@ class BackgroundEvaluation:
     evaluate: Callable[[int, int | None], Awaitable[Evaluation | None]]
     publisher: Publisher
     engines: EngineMembership
-    pins: CandidateEngines | None
+    reserved_engines: CandidateEngines | None
     max_versions: int
     note: Callable[[str], None]
     pinned: bool = False
@@ -94,10 +94,10 @@ class BackgroundEvaluation:
 
     async def _pin(self, weights: Path, version: int) -> bool:
         """Have engines keep the version; returns whether they do. Otherwise they return to service."""
-        if self.pins is None:
+        if self.reserved_engines is None:
             return False
         try:
-            held = await self.pins.hold(weights, version)
+            held = await self.reserved_engines.ensure_serving(weights, version)
         except GatewayError as error:
             self.note(f"no engine can be reserved for the evaluation: {error}")
             held = False
@@ -112,9 +112,9 @@ class BackgroundEvaluation:
         """Return the engines to service. Raises GatewayError if the gateway is away for RELEASE_S."""
         self.engines.pinned.clear()
         deadline = time.monotonic() + RELEASE_S
-        while self.pins is not None:
+        while self.reserved_engines is not None:
             try:
-                await self.pins.release()
+                await self.reserved_engines.release()
                 return
             except GatewayError:  # it is restarting
                 if time.monotonic() > deadline:
