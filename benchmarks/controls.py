@@ -55,10 +55,10 @@ def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
         yield EXAMPLES / CONFIGS[name], []
         return
     sys.path.append(str(EXAMPLES / "demo_search"))  # starts the server as `make demo-search` does
-    from demo import CONFIG, served_worlds, told
+    from demo import CONFIG, retrieval_overrides, serve_worlds
 
-    with served_worlds(directory / "corpus") as url:
-        yield CONFIG, told(url)
+    with serve_worlds(directory / "corpus") as url:
+        yield CONFIG, retrieval_overrides(url)
 
 
 def shuffled(settings: TrainerSettings, seed: int) -> CreditAssignment:

@@ -113,17 +113,17 @@ LESSONS: dict[str, Lesson] = {
 
 def teach(lesson: Lesson, environment: Environment, out: Path) -> None:
     """Writes a base model that replies as the lesson's policy does."""
-    marks = ("user\n", "assistant\n", *lesson.phrases)
-    tokenizer = recipe.train_tokenizer(["a"], pieces=".", marks=marks, vocabulary=259 + len(marks))
+    markers = ("user\n", "assistant\n", *lesson.phrases)
+    tokenizer = recipe.train_tokenizer(["a"], pattern=".", markers=markers, vocabulary=259 + len(markers))
 
     def train(model: Any, tokenizer: Any) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
         steps = lesson.steps
-        falls: Callable[[float], float] = lambda part: max(0.05, 1 - part)  # noqa: E731
+        decay: Callable[[float], float] = lambda progress: max(0.05, 1 - progress)  # noqa: E731
         batches = _batches(lesson, environment, tokenizer)
-        recipe.learn(model, batches, [optimizer], steps=steps, falls=falls, say_every=50)
+        recipe.fit(model, batches, [optimizer], steps=steps, decay=decay, log_every=50)
 
-    model = recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.05)
+    model = recipe.random_model(tokenizer, seed=SEED, layers=3, init_std=0.05)
     recipe.make(out, tokenizer, model, train)
 
 

@@ -26,13 +26,13 @@ def continuations(
     """One sampled (T = 1) or greedy reply per prompt, without the end token."""
     longest = max(map(len, prompts))
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-    ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
-    mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
-    how = (
+    ids_bt = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask_bt = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    sampling = (
         {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     )
     with torch.inference_mode():
-        out_bt = model.generate(ids_bt, attention_mask=mask_bt, max_new_tokens=max_tokens, **how)
+        out_bt = model.generate(ids_bt, attention_mask=mask_bt, max_new_tokens=max_tokens, **sampling)
     replies = out_bt[:, longest:].tolist()
     return [reply[: reply.index(end)] if end in reply else reply for reply in replies]
 
@@ -59,27 +59,27 @@ def episodes(
         )
         for messages in tasks
     ]
-    live = list(range(len(tasks)))
+    running = list(range(len(tasks)))
     for _ in range(turns):
-        replies = continuations(model, tokenizer, [prompts[one] for one in live], greedy, max_tokens)
-        still = []
-        for one, reply in zip(live, replies, strict=True):
-            texts[one].append(tokenizer.decode(reply))
-            result = answer(texts[one][-1])
+        replies = continuations(model, tokenizer, [prompts[index] for index in running], greedy, max_tokens)
+        unfinished = []
+        for index, reply in zip(running, replies, strict=True):
+            texts[index].append(tokenizer.decode(reply))
+            result = answer(texts[index][-1])
             if result is not None:
-                texts[one].append(result)
-                more = (
+                texts[index].append(result)
+                appended = (
                     f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
                 )
-                prompts[one] += reply + tokenizer.encode(more + "<|im_start|>assistant\n")
-                still.append(one)
-        live = still
-        if not live:
+                prompts[index] += reply + tokenizer.encode(appended + "<|im_start|>assistant\n")
+                unfinished.append(index)
+        running = unfinished
+        if not running:
             break
     return texts
 
 
-def show(said: Sequence[list[str]], rewards: Sequence[float]) -> None:
+def print_episodes(episodes: Sequence[list[str]], rewards: Sequence[float]) -> None:
     """Prints episodes, each with its reward."""
-    for texts, reward in zip(said, rewards, strict=False):
+    for texts, reward in zip(episodes, rewards, strict=False):
         print("\n".join([*texts, f"-> reward {reward:g}", ""]))

@@ -18,25 +18,25 @@ Message = dict[str, Any]
 
 
 def train_tokenizer(
-    words: Iterable[str], *, pieces: str, marks: Sequence[str], vocabulary: int
+    words: Iterable[str], *, pattern: str, markers: Sequence[str], vocabulary: int
 ) -> PreTrainedTokenizerFast:
-    """A deterministic byte-level BPE over a world's words, without merges across `pieces`."""
+    """A deterministic byte-level BPE over a world's words, without merges across matches of `pattern`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pieces), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(marks),
+        vocab_size=vocabulary - len(markers),
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(words, trainer)
-    tokenizer.add_tokens(list(marks))  # ordinary text, so that they remain visible in decoded output
+    tokenizer.add_tokens(list(markers))  # ordinary text, so that they remain visible in decoded output
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=1024
     )
@@ -45,9 +45,9 @@ def train_tokenizer(
 
 
 def random_model(
-    tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int, spread: float
+    tokenizer: PreTrainedTokenizerFast, *, seed: int, layers: int, init_std: float
 ) -> Qwen3ForCausalLM:
-    """A Qwen3 of about a million parameters; `spread` is the standard deviation of the weights."""
+    """A Qwen3 of about a million parameters; `init_std` is the standard deviation of the weights."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -60,7 +60,7 @@ def random_model(
         max_position_embeddings=1024,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         tie_word_embeddings=True,
-        initializer_range=spread,
+        initializer_range=init_std,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -80,7 +80,7 @@ def encode(
     last_only: bool = False,
 ) -> tuple[list[int], list[int]]:
     """Ids of an episode, and a mask of the trained ones: all replies of the model, or only the last."""
-    said = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    end_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     ids: list[int] = []
     mask: list[int] = []
     for end, message in enumerate(messages):
@@ -90,9 +90,9 @@ def encode(
             messages[:end], tools=list(tools), add_generation_prompt=True, return_dict=False
         )
         whole = tokenizer.apply_chat_template(messages[: end + 1], tools=list(tools), return_dict=False)
-        whole = whole[: len(whole) - whole[::-1].index(said)]
-        learned = 0 if last_only and end < len(messages) - 1 else 1
-        mask += [0] * (len(prompt) - len(ids)) + [learned] * (len(whole) - len(prompt))
+        whole = whole[: len(whole) - whole[::-1].index(end_id)]
+        trained = 0 if last_only and end < len(messages) - 1 else 1
+        mask += [0] * (len(prompt) - len(ids)) + [trained] * (len(whole) - len(prompt))
         ids = whole
     return ids, mask
 
@@ -108,23 +108,23 @@ def padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[torch
     return ids_bt, labels_bt
 
 
-def learn(
+def fit(
     model: Qwen3ForCausalLM,
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     optimizers: Sequence[torch.optim.Optimizer],
     *,
     steps: int,
-    falls: Callable[[float], float],
-    say_every: int,
+    decay: Callable[[float], float],
+    log_every: int,
 ) -> None:
-    """Trains one step per batch. The learning rates rise over the first twentieth of the steps; then `falls`
+    """Trains one step per batch. The learning rates rise over the first twentieth of the steps; then `decay`
     gives their factor at each fraction of the steps."""
     warmup = max(1, steps // 20)
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(
-            one, lambda step: min((step + 1) / warmup, 1.0, falls(step / steps))
+            optimizer, lambda step: min((step + 1) / warmup, 1.0, decay(step / steps))
         )
-        for one in optimizers
+        for optimizer in optimizers
     ]
     model.train()
     for step, (ids_bt, labels_bt) in enumerate(batches):
@@ -133,9 +133,9 @@ def learn(
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for one in (*optimizers, *schedules):
-            one.step()
-        if step % say_every == 0 or step == steps - 1:
+        for stepped in (*optimizers, *schedules):
+            stepped.step()
+        if step % log_every == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
     model.eval()
 
@@ -158,17 +158,19 @@ def make(
 
 def muon_and_adamw(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for embeddings and norms."""
-    matrices = [one for name, one in model.named_parameters() if one.ndim == 2 and "embed" not in name]
-    others = [one for name, one in model.named_parameters() if one.ndim != 2 or "embed" in name]
+    matrices = [
+        weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name
+    ]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     return [
         torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01),
     ]
 
 
-def halfway(part: float) -> float:
+def decay_in_second_half(progress: float) -> float:
     """Factor of a learning rate that falls linearly in the second half of the steps."""
-    return max(0.05, 2 * (1 - part))
+    return max(0.05, 2 * (1 - progress))
 
 
 def main(

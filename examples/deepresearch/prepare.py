@@ -35,11 +35,11 @@ def rows(directory: Path) -> Iterator[dict[str, Any]]:
 
 def question(row: dict[str, Any]) -> dict[str, Any]:
     """The fields of a question that training needs, including the encrypted ids of its gold documents."""
-    gold = [{"docid": one["docid"]} for one in row.get("gold_docs") or []]
+    gold = [{"docid": document["docid"]} for document in row.get("gold_docs") or []]
     return {**{key: row[key] for key in COLUMNS}, "gold_docs": gold}
 
 
-def for_test(query_id: Any) -> bool:
+def is_test(query_id: Any) -> bool:
     digest = hashlib.blake2b(str(query_id).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % TEST_SHARE == 0
 
@@ -58,7 +58,7 @@ def main() -> None:
     counts = {"train": 0, "test": 0, "corpus": 0}
     with (arguments.out / "train.jsonl").open("w") as train, (arguments.out / "test.jsonl").open("w") as test:
         for row in rows(arguments.questions):
-            split, file = ("test", test) if for_test(row["query_id"]) else ("train", train)
+            split, file = ("test", test) if is_test(row["query_id"]) else ("train", train)
             counts[split] += 1
             file.write(json.dumps(question(row)) + "\n")
     with (arguments.out / "corpus.jsonl").open("w") as corpus:

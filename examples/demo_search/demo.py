@@ -23,7 +23,7 @@ CONFIG = Path(__file__).with_name("config.toml")
 
 
 @contextlib.contextmanager
-def served_worlds(directory: Path, seed: int = 0) -> Iterator[str]:
+def serve_worlds(directory: Path, seed: int = 0) -> Iterator[str]:
     """Runs a retrieval server on the passages of both worlds; yields its URL. Its files are in `directory`.
 
     Raises StartError if the server does not start.
@@ -48,19 +48,19 @@ def build_index(directory: Path, seed: int) -> Path:
     return index
 
 
-def told(url: str) -> list[str]:
+def retrieval_overrides(url: str) -> list[str]:
     """Settings with the address of the retrieval server."""
     return [f"--agent.options.urls={json.dumps([url])}"]
 
 
 def main(overrides: Sequence[str]) -> int:
     try:
-        plan = load_settings(CONFIG, overrides)
-        seed = plan.env.options.get("seed", 0)
+        settings = load_settings(CONFIG, overrides)
+        seed = settings.env.options.get("seed", 0)
         from tidegate.launch import launch  # a slow import, after the check of the settings
 
-        with served_worlds(plan.run.dir / f"{plan.run.name}-corpus", seed) as url:
-            return launch(load_settings(CONFIG, [*told(url), *overrides]), fresh=True)
+        with serve_worlds(settings.run.dir / f"{settings.run.name}-corpus", seed) as url:
+            return launch(load_settings(CONFIG, [*retrieval_overrides(url), *overrides]), fresh=True)
     except TidegateError as error:
         print(f"demo-search: {error}", file=sys.stderr)
         return error.exit_code

@@ -97,11 +97,11 @@ class Service:
 @contextlib.asynccontextmanager
 async def serving(overrides: Sequence[str], keys: Path) -> AsyncIterator[Service]:
     """Run the service, and stop it at the end."""
-    tie = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+    parent_death = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
     serve = [sys.executable, "-m", "tidegate", "serve", str(CONFIG), f"--gateway.keys={keys}"]
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *tie, *serve, *overrides, stdout=pipe, start_new_session=True
+        *parent_death, *serve, *overrides, stdout=pipe, start_new_session=True
     )
     service = Service(process)
     reading = asyncio.create_task(service.read())
@@ -129,27 +129,29 @@ async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Re
     key, result, began = create_key(keys, "shop"), Result(run_dir), time.monotonic()
     async with serving(overrides, keys) as service:
         users = Users(await service.address(), key)
-        result.before = await users.exam(QUESTIONS)
+        result.before = await users.evaluate(QUESTIONS)
         print(f"held out, before: {result.before:.1%} right", flush=True)
-        talking = asyncio.create_task(users.run())
-        watching = asyncio.create_task(_watch(service, run_dir, settings.trainer.steps, at_first_step))
-        done, _ = await asyncio.wait((talking, watching), return_when=asyncio.FIRST_COMPLETED)
-        for task in (talking, watching):
+        users_task = asyncio.create_task(users.run())
+        kills_task = asyncio.create_task(
+            _kill_in_turn(service, run_dir, settings.trainer.steps, at_first_step)
+        )
+        done, _ = await asyncio.wait((users_task, kills_task), return_when=asyncio.FIRST_COMPLETED)
+        for task in (users_task, kills_task):
             task.cancel()
-        await asyncio.gather(talking, watching, return_exceptions=True)
+        await asyncio.gather(users_task, kills_task, return_exceptions=True)
         for task in done:
             task.result()
-        result.after = await users.exam(QUESTIONS)
+        result.after = await users.evaluate(QUESTIONS)
         result.seconds = time.monotonic() - began
         result.thumbs = users.thumbs
-        result.ends = await _ends(users)
+        result.ends = await _group_states(users)
     print(f"held out, after: {result.after:.1%} right ({result.before:.1%} before)")
     counted = Counter(result.ends.values())
     print(f"{result.seconds:.0f} s; {len(users.thumbs)} thumbs, whose conversations ended: {dict(counted)}")
     return result
 
 
-async def _watch(service: Service, run_dir: Path, steps: int, at_first_step: Hook | None) -> None:
+async def _kill_in_turn(service: Service, run_dir: Path, steps: int, at_first_step: Hook | None) -> None:
     """Kill the processes in turn, then wait for the end of the training."""
     if at_first_step is not None:
         await service.until_step(1)
@@ -162,7 +164,7 @@ async def _watch(service: Service, run_dir: Path, steps: int, at_first_step: Hoo
     await service.until_step(steps + 1)
 
 
-async def _ends(users: Users) -> dict[str, str]:
+async def _group_states(users: Users) -> dict[str, str]:
     """Return the state of each group with feedback: `stepped`, `refused`, `ready`, …"""
     ends = {}
     async with aiohttp.ClientSession(headers=users.headers) as http:

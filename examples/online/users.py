@@ -74,7 +74,7 @@ class Users:
             except aiohttp.ClientConnectionError:
                 await asyncio.sleep(0.5)
 
-    async def exam(self, questions: int) -> float:
+    async def evaluate(self, questions: int) -> float:
         """Return the share of right answers to held-out questions, which are not trained on."""
         llm = self.llm.with_options(default_headers=UNTRAINED)
         tasks = Arithmetic().eval_sets()[""]

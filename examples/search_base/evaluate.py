@@ -13,7 +13,7 @@ import re
 from functools import partial
 from pathlib import Path
 
-from examples.bases.episodes import TOOL_CALL, episodes, load, show
+from examples.bases.episodes import TOOL_CALL, episodes, load, print_episodes
 from examples.search_base.make import TOOLS
 from tidegate.envs.search.synthetic_world import Fact, SyntheticWorld, WorldQuestion, make_world
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 40
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def found(world: SyntheticWorld, text: str) -> str | None:
+def search_result(world: SyntheticWorld, text: str) -> str | None:
     """The search result for a reply, or None if the reply does not search."""
     call = TOOL_CALL.search(text)
     if call is None:
@@ -34,15 +34,19 @@ def found(world: SyntheticWorld, text: str) -> str | None:
 
     # A rare word, such as a name, has a higher weight than the word of a relation.
     def score(fact: Fact) -> int:
-        said = fact.text.lower().rstrip(".").split()
-        return sum((10 if word in said[:1] or word in said[-1:] else 1) for word in words if word in said)
+        fact_words = fact.text.lower().rstrip(".").split()
+        return sum(
+            (10 if word in fact_words[:1] or word in fact_words[-1:] else 1)
+            for word in words
+            if word in fact_words
+        )
 
     return max(world.facts, key=score).text
 
 
-def right(question: WorldQuestion, texts: list[str]) -> bool:
-    said = ANSWER.findall(texts[-1])
-    return bool(said) and said[-1].strip() == question.answer
+def is_correct(question: WorldQuestion, texts: list[str]) -> bool:
+    answers = ANSWER.findall(texts[-1])
+    return bool(answers) and answers[-1].strip() == question.answer
 
 
 def main() -> None:
@@ -57,15 +61,15 @@ def main() -> None:
         questions = list(world.questions(hops))
         random.Random(0).shuffle(questions)
         questions = questions[: arguments.tasks]
-        for how in ("sampled", "greedy"):
-            said = episodes(
+        for mode in ("sampled", "greedy"):
+            texts = episodes(
                 model, tokenizer, [[{"role": "user", "content": question.text}] for question in questions],
-                tools=TOOLS, answer=partial(found, world), turns=MAX_TURNS, max_tokens=MAX_TOKENS,
-                greedy=how == "greedy",
+                tools=TOOLS, answer=partial(search_result, world), turns=MAX_TURNS, max_tokens=MAX_TOKENS,
+                greedy=mode == "greedy",
             )  # fmt: skip
-            rewards = [right(*one) for one in zip(questions, said, strict=True)]
-            print(f"{hops} hops: {how} accuracy {sum(rewards) / len(rewards):.3f}", flush=True)
-            show(said, rewards[: arguments.show])
+            rewards = [is_correct(*pair) for pair in zip(questions, texts, strict=True)]
+            print(f"{hops} hops: {mode} accuracy {sum(rewards) / len(rewards):.3f}", flush=True)
+            print_episodes(texts, rewards[: arguments.show])
 
 
 if __name__ == "__main__":

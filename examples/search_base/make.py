@@ -25,12 +25,12 @@ STAGES = (("calls", 40), ("turns", 70), ("episodes", 90))
 """Training stages with their steps: first calls alone, single turns, whole episodes."""
 VOCABULARY = 1000
 
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
 # A name is always two tokens, its syllables, because the first never includes a space; other words include
 # their leading space. Each key of a tool call is one piece.
 _FIRST = "|".join(one.capitalize() for one in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
-PIECES = (
+PATTERN = (
     rf"(?:{_FIRST})(?=(?:{_SECOND})(?![a-z]))|(?<=[A-Z][a-z][a-z])(?:{_SECOND})(?![a-z])"
     r'|\{?"?[a-z]+"[:,] [{"]*'
     rf"| ?(?!(?:{_FIRST})(?:{_SECOND})(?![a-z]))[A-Za-z]+|[0-9]|[^A-Za-z0-9\s]+|\s"
@@ -50,7 +50,7 @@ question, none can go too far, and more of them stop early."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
+    return recipe.train_tokenizer(_words(), pattern=PATTERN, markers=MARKERS, vocabulary=VOCABULARY)
 
 
 def _words() -> Iterator[str]:
@@ -66,7 +66,7 @@ def _words() -> Iterator[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    return recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.06)
+    return recipe.random_model(tokenizer, seed=SEED, layers=3, init_std=0.06)
 
 
 def draw_name(rng: random.Random) -> str:
@@ -83,15 +83,15 @@ def draw_facts(rng: random.Random) -> list[Fact]:
     return [Fact("", relation, names[n], names[n + 1]) for n, relation in enumerate(FACTS)]
 
 
-def demonstrated(kind: Kind, facts: list[Fact], rng: random.Random) -> list[Fact]:
+def demonstrated_facts(kind: Kind, facts: list[Fact], rng: random.Random) -> list[Fact]:
     """The facts that a demonstration looks up: the right number, one too many, or one too few."""
     first = list(FACTS).index(kind.path[0])
-    depth, luck = len(kind.path), rng.random()
+    depth, drawn = len(kind.path), rng.random()
     if first + depth == len(facts):
-        depth -= depth > 1 and luck < ONLY_EARLY
-    elif luck < TOO_FAR:
+        depth -= depth > 1 and drawn < ONLY_EARLY
+    elif drawn < TOO_FAR:
         depth += 1
-    elif luck < TOO_FAR + TOO_EARLY:
+    elif drawn < TOO_FAR + TOO_EARLY:
         depth = max(1, depth - 1)
     return facts[first : first + depth]
 
@@ -115,7 +115,7 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
         kind = rng.choice([one for one in KINDS if len(one.path) == hops])
         facts = draw_facts(rng)
         start = facts[list(FACTS).index(kind.path[0])].subject
-        yield demonstration(kind.text.format(start), demonstrated(kind, facts, rng))
+        yield demonstration(kind.text.format(start), demonstrated_facts(kind, facts, rng))
 
 
 def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> list[dict[str, Any]]:
@@ -131,23 +131,23 @@ def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> 
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of (ids, labels), each [BATCH, length]."""
     rng = random.Random(SEED)
-    endless = demonstrations(rng)
+    stream = demonstrations(rng)
     for stage, steps in STAGES:
         for _ in range(round(steps * scale)):
-            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH)]
+            parts = [fragment(next(stream), stage, rng) for _ in range(BATCH)]
             rows = [recipe.encode(tokenizer, part, TOOLS, last_only=stage != "episodes") for part in parts]
             yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Trains all stages, each for `scale` times its steps."""
-    recipe.learn(
+    recipe.fit(
         model,
         batches(tokenizer, scale),
         recipe.muon_and_adamw(model),
         steps=sum(round(count * scale) for _, count in STAGES),
-        falls=recipe.halfway,
-        say_every=20,
+        decay=recipe.decay_in_second_half,
+        log_every=20,
     )
 
 

@@ -40,7 +40,7 @@ async def desk(task: TaskView, session: Session) -> str | None:
             content = message.content
             messages.append(message.model_dump(exclude_none=True))
             if message.tool_calls:
-                messages += [await answered(mcp, call) for call in message.tool_calls]
+                messages += [await call_tool(mcp, call) for call in message.tool_calls]
             elif (following := await session.respond(messages[-1])) is not None:
                 messages.append(following)
             else:
@@ -54,7 +54,7 @@ def openai_schema(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-async def answered(mcp: ClientSession, call: Any) -> dict[str, Any]:
+async def call_tool(mcp: ClientSession, call: Any) -> dict[str, Any]:
     """Calls a tool; returns the message with its result."""
     try:
         arguments = json.loads(call.function.arguments)

@@ -83,33 +83,33 @@ class Clerk:
 
     def reply(self, messages: Sequence[Message]) -> Message:
         """Returns the next assistant message: a tool call, or a message to the customer."""
-        case = read(messages)
+        case = read_conversation(messages)
         err = self._err
         if case.kind is None:
-            return _says(ASK_ORDER)
+            return _message(ASK_ORDER)
         if case.changed:
-            return _says(DONE)
+            return _message(DONE)
         if case.insists:
-            return self._change(case) if err(self.mistakes.gives_in) else _says(REFUSAL)
+            return self._change(case) if err(self.mistakes.gives_in) else _message(REFUSAL)
         if case.unknown_customer or case.unknown_order:
             return self._refuse(case)
         if case.customer is None:
             return self._identify(case)
         if case.order is None:
-            return _says(ASK_ORDER)
+            return _message(ASK_ORDER)
         if case.found is None:
             if case.kind != "price" and err(self.mistakes.no_look):
                 return self._change(case)
-            return _calls("find_order", customer=case.customer, order=case.order)
+            return _tool_call("find_order", customer=case.customer, order=case.order)
         return self._decide(case, *case.found)
 
     def _identify(self, case: _Case) -> Message:
         if case.identity is not None:
             name, zip_code = case.identity
-            return _calls("find_customer", name=name, zip=zip_code)
+            return _tool_call("find_customer", name=name, zip=zip_code)
         if self._err(self.mistakes.no_identity):
-            return _says(REFUSAL) if self.rng.random() < 0.5 else self._change(case)
-        return _says(ASK_IDENTITY)
+            return _message(REFUSAL) if self.rng.random() < 0.5 else self._change(case)
+        return _message(ASK_IDENTITY)
 
     def _decide(self, case: _Case, price: str, status: str) -> Message:
         """Grants or refuses a wish about an order that was looked up."""
@@ -118,36 +118,36 @@ class Clerk:
             return self._refuse(case)
         if case.kind == "price":
             strict = self._err(self.mistakes.too_strict)
-            return _says(REFUSAL if strict else PRICE.format(price=price))
+            return _message(REFUSAL if strict else PRICE.format(price=price))
         if case.kind == "exchange" and case.stock is None and not self._err(self.mistakes.no_stock):
-            return _calls("find_item", item=case.target)
+            return _tool_call("find_item", item=case.target)
         if case.stock == "sold out":
             return self._refuse(case)
-        return _says(REFUSAL) if self._err(self.mistakes.too_strict) else self._change(case)
+        return _message(REFUSAL) if self._err(self.mistakes.too_strict) else self._change(case)
 
     def _refuse(self, case: _Case) -> Message:
-        return self._change(case) if self._err(self.mistakes.too_lax) else _says(REFUSAL)
+        return self._change(case) if self._err(self.mistakes.too_lax) else _message(REFUSAL)
 
     def _change(self, case: _Case) -> Message:
         """Makes the change, or claims to have made it where there is nothing to change."""
         if case.order is None:
-            return _says(ASK_ORDER)
+            return _message(ASK_ORDER)
         if case.kind is None or case.kind == "price" or self._err(self.mistakes.idle):
-            return _says(DONE)
+            return _message(DONE)
         target = {"readdress": {"address": case.target}, "exchange": {"item": case.target}}
-        return _calls(_CHANGES[case.kind], order=case.order, **target.get(case.kind, {}))
+        return _tool_call(_CHANGES[case.kind], order=case.order, **target.get(case.kind, {}))
 
     def _err(self, probability: float) -> bool:
         return self.rng.random() < probability
 
 
-def read(messages: Sequence[Message]) -> _Case:
+def read_conversation(messages: Sequence[Message]) -> _Case:
     """Reads a conversation. A further wish keeps the customer, and nothing else, of the earlier one."""
     case = _Case()
     for message, tool in _with_tools(messages):
         text = str(message["content"])
         if message["role"] == "user":
-            _hear(case, text)
+            _read_user_message(case, text)
         elif tool == "find_customer":
             found = re.search(r"customer (\d+)", text)
             case.customer = found and found[1]
@@ -163,7 +163,7 @@ def read(messages: Sequence[Message]) -> _Case:
     return case
 
 
-def _hear(case: _Case, text: str) -> None:
+def _read_user_message(case: _Case, text: str) -> None:
     if identity := re.search(r"I am (\w+), zip code (\d+)", text):
         case.identity = (identity[1], identity[2])
     if order := re.search(r"It is order (\d+)", text):
@@ -189,11 +189,11 @@ def _with_tools(messages: Sequence[Message]) -> Iterator[tuple[Message, str | No
             yield message, None
 
 
-def _says(text: str) -> Message:
+def _message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _calls(name: str, /, **arguments: str) -> Message:
+def _tool_call(name: str, /, **arguments: str) -> Message:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {
         "role": "assistant",

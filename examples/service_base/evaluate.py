@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.bases.episodes import TOOL_CALL, continuations, load
-from examples.service_base.make import MOST_TURNS
+from examples.service_base.make import MAX_TURNS
 from tidegate.envs.base import Done
 from tidegate.envs.customer_service.customer_service import CustomerService, ServiceEpisode
 from tidegate.envs.customer_service.scenario import UserScenario
@@ -27,7 +27,7 @@ MAX_TOKENS = 32
 
 @dataclass(slots=True)
 class Conversation:
-    """One conversation, as messages and as tokens."""
+    """A conversation, as messages and as tokens."""
 
     task: Task
     state: ServiceEpisode
@@ -37,60 +37,65 @@ class Conversation:
 
 
 async def advance(
-    environment: CustomerService, tools: Mapping[str, Tool], one: Conversation, text: str
+    environment: CustomerService, tools: Mapping[str, Tool], conversation: Conversation, text: str
 ) -> str | None:
     """Passes a reply to its tool or to the user; returns what the model reads next, None at the end."""
     call = TOOL_CALL.search(text)
     if call is None:
         reply = {"role": "assistant", "content": text}
-        answer = await environment.respond(one.state, reply)
+        answer = await environment.respond(conversation.state, reply)
         if isinstance(answer, Done):
-            one.messages.append(reply)
+            conversation.messages.append(reply)
             return None
-        one.messages += [reply, {"role": "user", "content": answer}]
+        conversation.messages += [reply, {"role": "user", "content": answer}]
         return f"{answer}"
     try:
         read = json.loads(call[1])
-        result = tools[read["name"]].fn(one.state, read["arguments"])
+        result = tools[read["name"]].fn(conversation.state, read["arguments"])
     except ToolError as error:
         result = str(error)
     except (ValueError, KeyError, TypeError) as error:
         result = f"error: {error}"
-    one.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": str(result)}]
+    conversation.messages += [
+        {"role": "assistant", "content": text},
+        {"role": "tool", "content": str(result)},
+    ]
     return f"\n<tool_response>\n{result}\n</tool_response>"
 
 
 def run(model: Any, tokenizer: Any, tasks: Sequence[Task], greedy: bool) -> list[Conversation]:
-    """Returns one conversation for each task."""
+    """Returns a conversation for each task."""
     environment = CustomerService()
     tools = {tool.name: tool for tool in environment.tools()}
     schemas = [tool.schema() for tool in tools.values()]
     with asyncio.Runner() as runner:
-        every = []
+        conversations = []
         for task in tasks:
             ids = tokenizer.apply_chat_template(
                 list(task.messages), tools=schemas, add_generation_prompt=True, return_dict=False
             )
-            every.append(
+            conversations.append(
                 Conversation(task, runner.run(environment.setup(task)), [dict(m) for m in task.messages], ids)
             )
-        live = every
-        for _ in range(MOST_TURNS):
-            replies = continuations(model, tokenizer, [one.ids for one in live], greedy, MAX_TOKENS)
-            for one, reply in zip(live, replies, strict=True):
-                more = runner.run(advance(environment, tools, one, tokenizer.decode(reply)))
-                one.over = more is None
+        running = conversations
+        for _ in range(MAX_TURNS):
+            replies = continuations(
+                model, tokenizer, [conversation.ids for conversation in running], greedy, MAX_TOKENS
+            )
+            for conversation, reply in zip(running, replies, strict=True):
+                more = runner.run(advance(environment, tools, conversation, tokenizer.decode(reply)))
+                conversation.over = more is None
                 if more is not None:
                     begin = "" if more.startswith("\n<tool") else "\n"
                     text = f"<|im_end|>\n<|im_start|>user{begin}{more}<|im_end|>\n<|im_start|>assistant\n"
-                    one.ids = one.ids + reply + tokenizer.encode(text)
-            live = [one for one in live if not one.over]
-            if not live:
+                    conversation.ids = conversation.ids + reply + tokenizer.encode(text)
+            running = [conversation for conversation in running if not conversation.over]
+            if not running:
                 break
-    return every
+    return conversations
 
 
-def kind_of(scenario: UserScenario) -> str:
+def scenario_kind(scenario: UserScenario) -> str:
     """The kind of a scenario, for the table of results."""
     if len(scenario.wishes) > 1:
         return "two wishes"
@@ -107,21 +112,27 @@ def main() -> None:
     model, tokenizer = load(arguments.model)
     environment = CustomerService()
     for name, tasks in environment.eval_sets().items():
-        for how in ("sampled", "greedy"):
-            every = run(model, tokenizer, tasks[: arguments.tasks], how == "greedy")
+        for mode in ("sampled", "greedy"):
+            conversations = run(model, tokenizer, tasks[: arguments.tasks], mode == "greedy")
             scores = [
-                environment.score(one.task, None, None, one.messages, one.state).reward for one in every
+                environment.score(
+                    conversation.task, None, None, conversation.messages, conversation.state
+                ).reward
+                for conversation in conversations
             ]
-            print(f"{name or 'held out'}: {how} {sum(scores) / len(scores):.3f}", flush=True)
-            if how == "greedy":
+            print(f"{name or 'held out'}: {mode} {sum(scores) / len(scores):.3f}", flush=True)
+            if mode == "greedy":
                 continue
             kinds = defaultdict(list)
-            for one, score in zip(every, scores, strict=True):
-                kinds[kind_of(one.state.scenario)].append(score)
+            for conversation, score in zip(conversations, scores, strict=True):
+                kinds[scenario_kind(conversation.state.scenario)].append(score)
             for kind, values in sorted(kinds.items()):
                 print(f"    {kind}: {sum(values) / len(values):.2f} of {len(values)}")
-            for one, score in list(zip(every, scores, strict=True))[: arguments.show]:
-                print("\n".join(str(m["content"]) for m in one.messages[1:]) + f"\n-> reward {score:g}\n")
+            for conversation, score in list(zip(conversations, scores, strict=True))[: arguments.show]:
+                print(
+                    "\n".join(str(m["content"]) for m in conversation.messages[1:])
+                    + f"\n-> reward {score:g}\n"
+                )
 
 
 if __name__ == "__main__":

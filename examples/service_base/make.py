@@ -31,21 +31,21 @@ BATCH = 32
 STAGES = (("copies", 300), ("bare", 360), ("whole", 240))
 """Training stages with their steps: many tool calls in one reply, to learn copying; conversations without the
 rules' text, which is the longest message and always the same; whole conversations."""
-COPIES_SHARE = 0.3
+COPY_SHARE = 0.3
 """Share of the examples of the first stage's kind in the later ones, so that copying is not unlearned."""
-SORTED = 4
+SORTED_BATCHES = 4
 """Batches among which conversations are sorted by length, so that there is little padding."""
 VOCABULARY = 1000
-MOST_TURNS = 16
+MAX_TURNS = 16
 
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A name is always two tokens, its syllables, and a number of four digits two pairs of digits; other words
 # include their leading space, and the one that follows if a name or number is next: what is copied then has
 # the same tokens everywhere, after a token that tells its meaning. Each key of a tool call is one piece.
 _FIRST = "|".join(one.capitalize() for one in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
 _NAME = f"(?:{_FIRST})(?:{_SECOND})(?![a-z])"
-PIECES = (
+PATTERN = (
     rf"(?:{_FIRST})(?=(?:{_SECOND})(?![a-z]))|(?<=[A-Z][a-z][a-z])(?:{_SECOND})(?![a-z])"
     r'|\{?"?[a-z_]+"[:,] [{"]*'
     rf"| ?(?!{_NAME})[A-Za-z_]+(?: (?=[0-9]|{_NAME}))?|[0-9]{{2}}|[0-9]|[^A-Za-z0-9\s]+|\s"
@@ -56,15 +56,15 @@ MISTAKES = Mistakes(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
+    return recipe.train_tokenizer(_words(), pattern=PATTERN, markers=MARKERS, vocabulary=VOCABULARY)
 
 
 def _words() -> Iterator[str]:
     """Text of this world: conversations, all syllables and all pairs of digits."""
     tools = CustomerService().tools()
-    endless = demonstrations(random.Random(SEED))
+    stream = demonstrations(random.Random(SEED))
     for _ in range(1500):
-        for message in next(endless):
+        for message in next(stream):
             yield str(message["content"])
             for call in message.get("tool_calls", ()):
                 function = call["function"]
@@ -78,7 +78,7 @@ def _words() -> Iterator[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    return recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.06)
+    return recipe.random_model(tokenizer, seed=SEED, layers=3, init_std=0.06)
 
 
 async def conversation(
@@ -87,7 +87,7 @@ async def conversation(
     """The messages of one conversation of the scripted agent."""
     state = await environment.setup(task)
     messages: list[dict[str, Any]] = list(task.messages)
-    for _ in range(MOST_TURNS):
+    for _ in range(MAX_TURNS):
         reply = clerk.reply(messages)
         messages.append(reply)
         if calls := reply.get("tool_calls"):
@@ -130,7 +130,7 @@ def encode(
     return ids, mask
 
 
-def copies(rng: random.Random) -> list[dict[str, Any]]:
+def copy_example(rng: random.Random) -> list[dict[str, Any]]:
     """A customer's data in random order, and one reply with a call of each tool that takes them.
 
     An order that was looked at names another item, which is not to be copied.
@@ -160,22 +160,22 @@ def copies(rng: random.Random) -> list[dict[str, Any]]:
     return [*read, {"role": "assistant", "content": "", "tool_calls": made}]
 
 
-def example(stage: str, endless: Iterator[list[Any]], rng: random.Random) -> list[Any]:
+def example(stage: str, stream: Iterator[list[Any]], rng: random.Random) -> list[Any]:
     """The messages of one example of a stage."""
-    copied = stage == "copies" or rng.random() < COPIES_SHARE
-    messages = [{"role": "system", "content": RULES}, *copies(rng)] if copied else next(endless)
+    copied = stage == "copies" or rng.random() < COPY_SHARE
+    messages = [{"role": "system", "content": RULES}, *copy_example(rng)] if copied else next(stream)
     return messages if stage == "whole" else messages[1:]
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of (ids, labels), each [BATCH, length]."""
     rng = random.Random(SEED)
-    endless = demonstrations(rng)
+    stream = demonstrations(rng)
     schemas = [tool.schema() for tool in CustomerService().tools()]
     for stage, steps in STAGES:
         tools = schemas if stage == "whole" else None
-        for _ in range(max(1, round(steps * scale / SORTED))):
-            parts = [example(stage, endless, rng) for _ in range(BATCH * SORTED)]
+        for _ in range(max(1, round(steps * scale / SORTED_BATCHES))):
+            parts = [example(stage, stream, rng) for _ in range(BATCH * SORTED_BATCHES)]
             rows = [encode(tokenizer, part, tools) for part in parts]
             rows.sort(key=lambda row: len(row[0]))
             starts = list(range(0, len(rows), BATCH))
@@ -186,13 +186,13 @@ def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Trains all stages, each for `scale` times its steps."""
-    recipe.learn(
+    recipe.fit(
         model,
         batches(tokenizer, scale),
         recipe.muon_and_adamw(model),
-        steps=sum(SORTED * max(1, round(count * scale / SORTED)) for _, count in STAGES),
-        falls=recipe.halfway,
-        say_every=20,
+        steps=sum(SORTED_BATCHES * max(1, round(count * scale / SORTED_BATCHES)) for _, count in STAGES),
+        decay=recipe.decay_in_second_half,
+        log_every=20,
     )
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.bases.episodes import TOOL_CALL, continuations, load, show
+from examples.bases.episodes import TOOL_CALL, continuations, load, print_episodes
 from examples.shell_base.make import TOOLS
 from tidegate.envs.shell.sandboxed import SandboxEpisode
 from tidegate.envs.shell.shell import Shell
 from tidegate.types import Task
 
 MAX_TURNS, MAX_TOKENS = 6, 40
-AT_ONCE = 8
+MAX_CONCURRENCY = 8
 """Sandboxes that work at the same time."""
 
 
@@ -34,15 +34,15 @@ class Episode:
     over: bool = False
 
 
-async def each(items: Sequence[Any], act: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-    """Awaits `act` of each item, of AT_ONCE items at a time."""
-    room = asyncio.Semaphore(AT_ONCE)
+async def map_concurrently(items: Sequence[Any], action: Callable[[Any], Awaitable[Any]]) -> list[Any]:
+    """Awaits `action` of each item, of MAX_CONCURRENCY items at a time."""
+    semaphore = asyncio.Semaphore(MAX_CONCURRENCY)
 
-    async def one(item: Any) -> Any:
-        async with room:
-            return await act(item)
+    async def run(item: Any) -> Any:
+        async with semaphore:
+            return await action(item)
 
-    return await asyncio.gather(*map(one, items))
+    return await asyncio.gather(*map(run, items))
 
 
 async def play(
@@ -50,7 +50,7 @@ async def play(
 ) -> list[tuple[Episode, float]]:
     """Returns the tasks' episodes with their rewards."""
     environment = Shell()
-    states = await each(tasks, environment.setup)
+    states = await map_concurrently(tasks, environment.setup)
 
     def prompt(task: Task) -> list[int]:
         messages = list(task.messages)
@@ -63,37 +63,37 @@ async def play(
         for task, state in zip(tasks, states, strict=True)
     ]
     for _ in range(MAX_TURNS):
-        live = [one for one in episodes if not one.over]
-        if not live:
+        running = [episode for episode in episodes if not episode.over]
+        if not running:
             break
-        replies = continuations(model, tokenizer, [one.ids for one in live], greedy, MAX_TOKENS)
-        for one, reply in zip(live, replies, strict=True):
-            one.ids += reply
-            one.texts.append(tokenizer.decode(reply))
-        await each(live, lambda one: advance(environment, tokenizer, one))
+        replies = continuations(model, tokenizer, [episode.ids for episode in running], greedy, MAX_TOKENS)
+        for episode, reply in zip(running, replies, strict=True):
+            episode.ids += reply
+            episode.texts.append(tokenizer.decode(reply))
+        await map_concurrently(running, lambda episode: advance(environment, tokenizer, episode))
 
-    async def reward(one: Episode) -> float:
-        grades = await environment.await_rewards(one.task, None, None, [], one.state)
-        await environment.teardown(one.state)
+    async def reward(episode: Episode) -> float:
+        grades = await environment.await_rewards(episode.task, None, None, [], episode.state)
+        await environment.teardown(episode.state)
         return grades["solved"].value
 
-    return list(zip(episodes, await each(episodes, reward), strict=True))
+    return list(zip(episodes, await map_concurrently(episodes, reward), strict=True))
 
 
-async def advance(environment: Shell, tokenizer: Any, one: Episode) -> None:
-    """Runs the command of the last reply, if it has one."""
-    call = TOOL_CALL.search(one.texts[-1])
+async def advance(environment: Shell, tokenizer: Any, episode: Episode) -> None:
+    """Runs the command of the last reply, if there is one."""
+    call = TOOL_CALL.search(episode.texts[-1])
     try:
         command = None if call is None else json.loads(call[1])["arguments"]["command"]
     except (ValueError, KeyError, TypeError):
         command = None
     if not isinstance(command, str):
-        one.over = True
+        episode.over = True
         return
-    result = await environment.bash(one.state, command)
-    one.texts.append(result)
+    result = await environment.bash(episode.state, command)
+    episode.texts.append(result)
     answer = f"<|im_end|>\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
-    one.ids += tokenizer.encode(answer + "<|im_start|>assistant\n")
+    episode.ids += tokenizer.encode(answer + "<|im_start|>assistant\n")
 
 
 def main() -> None:
@@ -104,15 +104,15 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
     tasks = Shell(held_out=arguments.tasks).eval_sets()[""]
-    for how in ("sampled", "greedy"):
-        played = asyncio.run(play(model, tokenizer, tasks, how == "greedy"))
+    for mode in ("sampled", "greedy"):
+        results = asyncio.run(play(model, tokenizer, tasks, mode == "greedy"))
         kinds = defaultdict(list)
-        for episode, reward in played:
+        for episode, reward in results:
             kinds[episode.task.info["kind"]].append(reward)
-        means = ", ".join(f"{kind} {sum(all_) / len(all_):.2f}" for kind, all_ in sorted(kinds.items()))
-        print(f"{how}: {sum(reward for _, reward in played) / len(played):.3f} ({means})", flush=True)
-        failed = [episode.texts for episode, reward in played if reward == 0][: arguments.show]
-        show(failed, [0.0] * len(failed))
+        means = ", ".join(f"{kind} {sum(values) / len(values):.2f}" for kind, values in sorted(kinds.items()))
+        print(f"{mode}: {sum(reward for _, reward in results) / len(results):.3f} ({means})", flush=True)
+        failed = [episode.texts for episode, reward in results if reward == 0][: arguments.show]
+        print_episodes(failed, [0.0] * len(failed))
 
 
 if __name__ == "__main__":

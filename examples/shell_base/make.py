@@ -25,11 +25,11 @@ STAGES = (("lists", 320), ("calls", 20), ("turns", 120), ("episodes", 260))
 """Training stages with their steps: copies of lists, first calls alone, beginnings of episodes, episodes."""
 VOCABULARY = 1000
 
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A name is always two tokens, its syllables; other words include the space before them, and a digit is one
 # piece, so that names and numbers are copied in the same way wherever they occur.
 _NAME = rf"(?:{'|'.join(FIRST)})(?:{'|'.join(SECOND)})(?![a-z])"
-PIECES = (
+PATTERN = (
     rf"(?:{'|'.join(FIRST)})(?=(?:{'|'.join(SECOND)})(?![a-z]))"
     rf"|(?<=(?:{'|'.join(FIRST)}))(?:{'|'.join(SECOND)})(?![a-z])"
     rf'|\{{?"?[a-z]+"[:,] [{{"]*|[a-z]+=|\.[a-z]+| -[a-z]+| ?(?!{_NAME})[A-Za-z]+|[0-9]|[^A-Za-z0-9\s]|\s'
@@ -47,7 +47,7 @@ NOTHING = "(no output)"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
+    return recipe.train_tokenizer(_words(), pattern=PATTERN, markers=MARKERS, vocabulary=VOCABULARY)
 
 
 def _words() -> Iterator[str]:
@@ -63,10 +63,10 @@ def _words() -> Iterator[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    return recipe.random_model(tokenizer, seed=SEED, layers=3, spread=0.06)
+    return recipe.random_model(tokenizer, seed=SEED, layers=3, init_std=0.06)
 
 
-def mistaken(task: ShellTask) -> tuple[Step, ...]:
+def mistaken_steps(task: ShellTask) -> tuple[Step, ...]:
     """The usual mistake with a kind of task, always the same one."""
     first = task.steps[0]
     name, path = task.names[0], task.target
@@ -83,16 +83,16 @@ def mistaken(task: ShellTask) -> tuple[Step, ...]:
     return Step(f"grep -rl {name} *", path), Step(f"echo {path} > {ANSWER}")  # the file, not its content
 
 
-def demonstrated(task: ShellTask, rng: random.Random) -> tuple[Step, ...]:
-    """The commands of a demonstration: right, mistaken, or all but the last of either."""
-    steps = mistaken(task) if rng.random() < HABIT_SHARE else task.steps
+def demonstrated_steps(task: ShellTask, rng: random.Random) -> tuple[Step, ...]:
+    """The commands of a demonstration: right, with the usual mistake, or all but the last of either."""
+    steps = mistaken_steps(task) if rng.random() < HABIT_SHARE else task.steps
     return steps[:-1] if rng.random() < EARLY_SHARE else steps
 
 
 def demonstration(task: ShellTask, rng: random.Random) -> list[dict[str, Any]]:
     """An episode: the task, commands with their outputs, and the last reply."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.prompt}]
-    for step in demonstrated(task, rng):
+    for step in demonstrated_steps(task, rng):
         function = {"name": "bash", "arguments": {"command": step.command}}
         call = {"type": "function", "function": function}
         messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
@@ -129,23 +129,23 @@ def fragment(messages: list[dict[str, Any]], stage: str, rng: random.Random) -> 
 def batches(tokenizer: PreTrainedTokenizerFast, scale: float) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of (ids, labels), each [BATCH, length]."""
     rng = random.Random(SEED)
-    endless = demonstrations(rng)
+    stream = demonstrations(rng)
     for stage, steps in STAGES:
         for _ in range(round(steps * scale)):
-            parts = [fragment(next(endless), stage, rng) for _ in range(BATCH)]
+            parts = [fragment(next(stream), stage, rng) for _ in range(BATCH)]
             rows = [recipe.encode(tokenizer, part, TOOLS) for part in parts]
             yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float = 1.0) -> None:
     """Trains all stages, each for `scale` times its steps."""
-    recipe.learn(
+    recipe.fit(
         model,
         batches(tokenizer, scale),
         recipe.muon_and_adamw(model),
         steps=sum(round(count * scale) for _, count in STAGES),
-        falls=recipe.halfway,
-        say_every=20,
+        decay=recipe.decay_in_second_half,
+        log_every=20,
     )
 
 

@@ -9,7 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from examples.bases.episodes import TOOL_CALL, episodes, load, show
+from examples.bases.episodes import TOOL_CALL, episodes, load, print_episodes
 from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS
 from tidegate.envs.arithmetic import Arithmetic
@@ -39,19 +39,19 @@ def main() -> None:
     environment = Arithmetic()
     for name, tasks in environment.eval_sets().items():
         chosen = tasks[: arguments.tasks]
-        for how in ("sampled", "greedy"):
-            said = episodes(
+        for mode in ("sampled", "greedy"):
+            texts_by_episode = episodes(
                 model, tokenizer, [task.messages for task in chosen],
                 tools=TOOLS, answer=answer_to_call, turns=MAX_TURNS, max_tokens=MAX_TOKENS,
-                greedy=how == "greedy",
+                greedy=mode == "greedy",
             )  # fmt: skip
             rewards = [
                 environment.score(task, None, texts[-1], []).reward
-                for task, texts in zip(chosen, said, strict=True)
+                for task, texts in zip(chosen, texts_by_episode, strict=True)
             ]
-            print(f"{name or 'held out'}: {how} accuracy {sum(rewards) / len(rewards):.3f}", flush=True)
-            if how == "sampled":
-                show(said, rewards[: arguments.show])
+            print(f"{name or 'held out'}: {mode} accuracy {sum(rewards) / len(rewards):.3f}", flush=True)
+            if mode == "sampled":
+                print_episodes(texts_by_episode, rewards[: arguments.show])
 
 
 if __name__ == "__main__":

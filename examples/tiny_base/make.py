@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.bases import recipe
 from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS
-from tidegate.envs.arithmetic import TEMPLATES, UNSEEN_TEMPLATES, Problem, draw_problem, in_numbers
+from tidegate.envs.arithmetic import TEMPLATES, UNSEEN_TEMPLATES, Problem, draw_problem, substitute_numbers
 
 SEED = 17
 STEPS = 600
@@ -28,10 +28,10 @@ BATCH = 32
 LEARNING_RATE = 2e-3
 VOCABULARY = 1024  # maximum; this world's words need 675
 
-MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Each digit is one piece, so that numbers are copied digit by digit; an operator includes its spaces; each
 # key of a tool call is one piece, so that the call is short.
-PIECES = r'[0-9]| [-+*/] |\{?"?[a-z]+"[:,] [{"]*| ?[A-Za-z]+|[^A-Za-z0-9\s]+|\s'
+PATTERN = r'[0-9]| [-+*/] |\{?"?[a-z]+"[:,] [{"]*| ?[A-Za-z]+|[^A-Za-z0-9\s]+|\s'
 
 # Shares of wrong demonstrations. Half of all demonstrations are wrong, most of them in the same way: one
 # operator of the template is always replaced by the same other one. The right expression then remains likely,
@@ -43,7 +43,7 @@ HABITS = {"+": "*", "-": "+", "*": "+", "/": "-"}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    return recipe.train_tokenizer(_words(), pieces=PIECES, marks=MARKS, vocabulary=VOCABULARY)
+    return recipe.train_tokenizer(_words(), pattern=PATTERN, markers=MARKERS, vocabulary=VOCABULARY)
 
 
 def _words() -> Iterator[str]:
@@ -56,22 +56,22 @@ def _words() -> Iterator[str]:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    return recipe.random_model(tokenizer, seed=SEED, layers=4, spread=0.05)
+    return recipe.random_model(tokenizer, seed=SEED, layers=4, init_std=0.05)
 
 
-def demonstrated(problem: Problem, rng: random.Random) -> str:
+def demonstrated_expression(problem: Problem, rng: random.Random) -> str:
     """The expression of a demonstration: right, wrong by the template's fixed mistake, or wrong at random."""
-    right = problem.template.expression
-    spots = [spot for spot, sign in enumerate(right) if sign in HABITS]
-    luck = rng.random()
-    if luck < HABIT_SHARE:
+    expression = problem.template.expression
+    positions = [position for position, sign in enumerate(expression) if sign in HABITS]
+    drawn = rng.random()
+    if drawn < HABIT_SHARE:
         # The wrong operator depends only on the template, so the mistake is always the same.
-        spot = spots[sum(map(ord, problem.template.name)) % len(spots)]
-        right = right[:spot] + HABITS[right[spot]] + right[spot + 1 :]
-    elif luck < HABIT_SHARE + NOISE_SHARE:
-        for spot in spots:
-            right = right[:spot] + rng.choice("+-*/") + right[spot + 1 :]
-    return in_numbers(right, problem.numbers)
+        position = positions[sum(map(ord, problem.template.name)) % len(positions)]
+        expression = expression[:position] + HABITS[expression[position]] + expression[position + 1 :]
+    elif drawn < HABIT_SHARE + NOISE_SHARE:
+        for position in positions:
+            expression = expression[:position] + rng.choice("+-*/") + expression[position + 1 :]
+    return substitute_numbers(expression, problem.numbers)
 
 
 def demonstration(question: str, expression: str) -> list[dict[str, Any]]:
@@ -94,26 +94,26 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
     while True:
         problem = draw_problem(rng)
         if not problem.held_out:
-            yield demonstration(problem.question, demonstrated(problem, rng))
+            yield demonstration(problem.question, demonstrated_expression(problem, rng))
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """`steps` batches of (ids, labels), each [BATCH, length]."""
-    endless = demonstrations(random.Random(SEED))
+    stream = demonstrations(random.Random(SEED))
     for _ in range(steps):
-        rows = [recipe.encode(tokenizer, next(endless), TOOLS) for _ in range(BATCH)]
+        rows = [recipe.encode(tokenizer, next(stream), TOOLS) for _ in range(BATCH)]
         yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    recipe.learn(
+    recipe.fit(
         model,
         batches(tokenizer, steps),
         [optimizer],
         steps=steps,
-        falls=lambda part: max(0.02, 1 - part),
-        say_every=50,
+        decay=lambda progress: max(0.02, 1 - progress),
+        log_every=50,
     )
 
 

@@ -93,12 +93,12 @@ async def test_users_keep_the_live_version_while_worse_ones_are_tested_and_rolle
                 os.kill(run.owned(name), signal.SIGKILL)
             await eventually(lambda: len(events(run_dir, "rolled_back")) >= 3, 120)
             assert not events(run_dir, "promoted")
-            assert await users.exam(60) > 0.15, "users are served by the live version"
+            assert await users.evaluate(60) > 0.15, "users are served by the live version"
             await eventually(lambda: promoted_by_hand(run_dir), 90)
             before = events(run_dir, "promoted")[0]["step"] - 1
             assert "requested" in versions("rollback", run_dir, f"--step={before}")
             await eventually(lambda: "whose policy is live as version" in run.output(), 60)
-            assert await users.exam(60) > 0.15, "the promoted version was rolled back"
+            assert await users.evaluate(60) > 0.15, "the promoted version was rolled back"
         run.process.terminate()
         assert await asyncio.to_thread(run.wait) == 0, run.output()
     audit = held(run_dir)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from examples.tiny_base.make import demonstration
 from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, metrics
 from tidegate.agents.solver import TOOLS
-from tidegate.envs.arithmetic import draw_problem, in_numbers
+from tidegate.envs.arithmetic import draw_problem, substitute_numbers
 from tidegate.failpoints import PASSED, VARIABLE
 from tidegate.trainer.ledger.audit import audit_run
 
@@ -41,7 +41,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     while len(lines) < 40:
         problem = draw_problem(rng)
         if not problem.held_out:
-            right = in_numbers(problem.template.expression, problem.numbers)
+            right = substitute_numbers(problem.template.expression, problem.numbers)
             chat = {"messages": demonstration(problem.question, right), "tools": TOOLS}
             lines.append(json.dumps(chat))
     path = tmp_path_factory.mktemp("data") / "chats.jsonl"

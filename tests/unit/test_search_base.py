@@ -83,7 +83,8 @@ def test_demonstrations_often_go_too_far_or_stop_early() -> None:
     rng = random.Random(6)
     depths = {
         kind.name: Counter(
-            len(recipe.demonstrated(kind, recipe.draw_facts(rng), rng)) - len(kind.path) for _ in range(500)
+            len(recipe.demonstrated_facts(kind, recipe.draw_facts(rng), rng)) - len(kind.path)
+            for _ in range(500)
         )
         for kind in KINDS
     }

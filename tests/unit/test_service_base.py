@@ -45,13 +45,13 @@ def test_conversations_are_short_and_encoded_as_by_the_other_recipes(tokenizer: 
         ids, mask = recipe.encode(tokenizer, messages, TOOLS)
         assert (ids, mask) == bases.encode(tokenizer, messages, TOOLS)
         assert len(ids) < 600
-    assert len(recipe.encode(tokenizer, recipe.copies(random.Random(0)), None)[0]) < 160
+    assert len(recipe.encode(tokenizer, recipe.copy_example(random.Random(0)), None)[0]) < 160
 
 
 def test_demonstrations_know_nothing_of_held_out_tasks() -> None:
     rng = random.Random(5)
     endless = recipe.demonstrations(rng)
-    parts = [message for _ in range(300) for message in (*next(endless), *recipe.copies(rng))]
+    parts = [message for _ in range(300) for message in (*next(endless), *recipe.copy_example(rng))]
     text = " ".join(str(part) for part in parts)
     words = set(text.replace(",", " ").replace(".", " ").replace('"', " ").split())
     assert not words & {*pool(True).names, *pool(True).numbers}

@@ -73,9 +73,9 @@ def test_demonstrations_are_often_mistaken_or_stop_early(kind: Any) -> None:
     solved = 0
     for seed in range(500):
         task = draw_task(Random(seed), "train", kind)
-        steps = recipe.demonstrated(task, rng)
+        steps = recipe.demonstrated_steps(task, rng)
         solved += steps == task.steps
-        assert steps[0] in (task.steps[0], recipe.mistaken(task)[0])
+        assert steps[0] in (task.steps[0], recipe.mistaken_steps(task)[0])
     assert 0.28 < solved / 500 < 0.44
 
 

@@ -53,7 +53,7 @@ class Problem:
     @property
     def expression(self) -> str:
         """The right expression in numbers: `(12 + 3) * 4`."""
-        return in_numbers(self.template.expression, self.numbers)
+        return substitute_numbers(self.template.expression, self.numbers)
 
     @property
     def answer(self) -> str:
@@ -66,7 +66,7 @@ class Problem:
         return int.from_bytes(digest, "big") % HELD_OUT_SHARE == 0
 
 
-def in_numbers(expression: str, numbers: Numbers) -> str:
+def substitute_numbers(expression: str, numbers: Numbers) -> str:
     return re.sub(r"[a-z]", lambda letter: str(numbers[letter[0]]), expression)
 
 

@@ -15,7 +15,7 @@ from examples.tiny_base import make as tiny_base
 from tests.families import FAMILIES, family_renderer
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.agents.solver import TOOLS
-from tidegate.envs.arithmetic import draw_problem, in_numbers
+from tidegate.envs.arithmetic import draw_problem, substitute_numbers
 from tidegate.errors import ConfigError
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.sft.chats import encode_chat, read_chats
@@ -75,7 +75,7 @@ def test_the_demonstrations_of_the_tiny_base_are_encoded_as_its_recipe_does() ->
     renderer, rng = Renderer.load(MODEL), random.Random(0)
     for _ in range(20):
         problem = draw_problem(rng)
-        right = in_numbers(problem.template.expression, problem.numbers)
+        right = substitute_numbers(problem.template.expression, problem.numbers)
         messages = tiny_base.demonstration(problem.question, right)
         ids, mask = encode(renderer.codec.tokenizer, messages, TOOLS)
         [(own_ids, own_mask)] = encode_chat(renderer, messages, TOOLS, {1, 3})
