@@ -88,7 +88,7 @@ def same(parent: Path) -> None:
     assert [line["step"] for line in metrics(killed)] == list(range(11))
 
 
-def test_killed_and_resumed_it_ends_with_the_same_weights(tmp_path: Path, chats: Path) -> None:
+def test_a_killed_and_resumed_fine_tuning_ends_with_the_same_weights(tmp_path: Path, chats: Path) -> None:
     ended = sft(tmp_path, "whole", chats)
     assert ended.returncode == 0, ended.stderr
     assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
@@ -109,7 +109,7 @@ EVERYWHERE = [
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("more", [[], ["--trainer.lora.rank=4", "--trainer.activation_checkpointing=true"]])
-def test_killed_at_every_write_it_ends_with_the_same_weights(
+def test_a_fine_tuning_killed_at_every_write_ends_with_the_same_weights(
     tmp_path: Path, chats: Path, more: list[str]
 ) -> None:
     assert sft(tmp_path, "whole", chats, *more).returncode == 0

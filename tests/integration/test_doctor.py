@@ -160,7 +160,7 @@ def patient(tmp_path: Path, engine: FakeEngine, renderer: Renderer) -> Patient:
 
 
 @pytest.mark.usefixtures("processes")
-async def test_nothing_is_wrong_with_what_is_well(patient: Patient) -> None:
+async def test_a_valid_setup_has_no_finding(patient: Patient) -> None:
     patient.says(CALL)
     patient.says("#### 2")
     assert await patient.examine() == {}
@@ -435,7 +435,7 @@ def doctor(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_command_is_well_by_itself(tmp_path: Path) -> None:
+def test_the_command_without_arguments_has_no_finding(tmp_path: Path) -> None:
     done = doctor("--json", cwd=tmp_path)
     said = json.loads(done.stdout)
     assert done.returncode == 0, said

@@ -20,7 +20,7 @@ def test_a_server_on_all_interfaces_announces_a_reachable_address() -> None:
             pass
 
 
-def test_without_a_way_out_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_the_address_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object) -> None:
         raise OSError(101, "Network is unreachable")
 

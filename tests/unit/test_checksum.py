@@ -37,7 +37,7 @@ def test_tensors_and_the_file_that_they_are_written_to_have_the_same(
     assert of_tensors(reversed(tensors.items())) == checksum.of_files(directory)
 
 
-def test_it_is_of_the_bytes_whatever_a_tensors_place_in_memory() -> None:
+def test_a_checksum_is_of_the_bytes_whatever_a_tensors_place_in_memory() -> None:
     whole = torch.randn(9, 5)
     for part in (whole[1:], whole[:, 1:], whole.T, whole[3, 3]):
         assert of_tensors([("a", part)]) == of_tensors([("a", part.contiguous().clone())])

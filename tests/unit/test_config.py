@@ -226,7 +226,7 @@ def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> N
     assert words in str(caught.value)
 
 
-def test_a_batch_is_cut_whole_or_in_minibatches_that_stream() -> None:
+def test_a_batch_is_selected_whole_or_in_streamed_minibatches() -> None:
     assert load_settings(None, MODEL).trainer.part_sizes == [16]
     assert load_settings(None, [*MODEL, *DECOUPLED]).trainer.part_sizes == [16]
     streaming = load_settings(None, [*MODEL, *STREAMING, "--trainer.on_policy", "true"]).trainer

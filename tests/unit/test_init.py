@@ -101,7 +101,7 @@ def test_an_invalid_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "broken link"])
-def test_what_exists_is_left_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_init_leaves_an_existing_path_unchanged(tmp_path: Path, kind: str) -> None:
     taken = tmp_path / "mine"
     if kind == "folder":
         taken.mkdir()

@@ -39,7 +39,7 @@ def test_a_run_that_failed_before_it_began_is_started_again_not_resumed(tmp_path
     ("agent", "command"),
     [("solver", "init my-agent-2\n"), ("my.py:Mine", "train {}/config.toml --run.name x-3\n")],
 )
-def test_how_to_go_on_after_a_finished_run_names_what_works(
+def test_the_command_after_a_finished_run_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

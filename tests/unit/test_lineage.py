@@ -127,7 +127,7 @@ def test_every_fault_is_seen(
     assert found.lost or found.doubled
 
 
-def test_what_no_marker_commits_is_lost(tmp_path: Path) -> None:
+def test_steps_that_no_marker_commits_are_discarded(tmp_path: Path) -> None:
     book, files, committed = honest()
     found = read(tmp_path, book, files, committed - 2)
     assert "b: no marker lies behind its step" in found.lost

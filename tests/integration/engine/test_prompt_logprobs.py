@@ -49,7 +49,7 @@ def plain_scores(hf_model: Any, ids: list[int], start: int) -> list[float]:
 
 @pytest.mark.parametrize("prefix_bytes", [0, 2**26])
 @pytest.mark.parametrize("passes", ["whole", "pieces"])
-def test_they_are_the_plain_models(
+def test_logprobs_of_a_prompt_are_the_plain_models(
     loaded: tuple[Model, Any], monkeypatch: pytest.MonkeyPatch, prefix_bytes: int, passes: str
 ) -> None:
     model, plain = loaded
@@ -80,7 +80,7 @@ def test_they_are_the_plain_models(
         assert driver.scheduler.counters.tokens_reused > 0
 
 
-def test_they_are_the_logprobs_with_which_the_tokens_were_sampled(loaded: tuple[Model, Any]) -> None:
+def test_logprobs_of_a_prompt_are_those_with_which_the_tokens_were_sampled(loaded: tuple[Model, Any]) -> None:
     model, _ = loaded
     driver = Driver(model)
     sampled = [driver.submit([n, 5, 9, *range(n)], max_new_tokens=40, sampling_seed=n) for n in range(12)]
@@ -100,7 +100,9 @@ def test_the_temperature_and_penalties_do_not_change_them(loaded: tuple[Model, A
     assert changed.prompt_logprobs == pytest.approx(plain.prompt_logprobs, abs=TOLERANCE)
 
 
-def test_all_of_them_are_of_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_logprobs_of_a_prompt_are_of_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """New weights arrive when a part of the prompt is computed."""
     models = [make_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(("old", "new"))]
     model = load_model(EngineOptions(tmp_path / "old", max_slots=4, max_context=CONTEXT))

@@ -66,7 +66,7 @@ async def test_without_a_key_no_body_is_read(stage: Stage, path: str, status: in
 
 
 @pytest.mark.parametrize("path", ["/groups/a/v1/b/seal", "/sessions", "/groups/lease", "/engines"])
-async def test_without_a_key_the_front_reads_no_body(path: str) -> None:
+async def test_without_a_key_the_router_reads_no_body(path: str) -> None:
     front = ShardRouter([], "admin", pytest.fail).create_app()
     assert await Asked(front, path, {}, 600).run() == (401, 0)
     wrong = {"authorization": "Bearer admin2"}

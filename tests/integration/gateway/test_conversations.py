@@ -317,7 +317,7 @@ async def test_comments_and_corrections_are_kept_with_the_conversation(
         assert (await leased(after)).trajectories[0].metadata == metadata
 
 
-async def test_what_cannot_be_kept_is_refused_and_changes_nothing(
+async def test_too_many_comments_are_refused_and_change_nothing(
     stage: Stage, user: AsyncOpenAI, key: str
 ) -> None:
     reply = await say(user, [])

@@ -98,7 +98,7 @@ async def test_an_idempotency_key_is_known_for_good(stage: Stage, model: Path, t
         assert len(stage.engine.requests) + len(later.engine.requests) == 1
 
 
-async def test_who_quotes_a_reply_had_it(stage: Stage, model: Path, tmp_path: Path) -> None:
+async def test_a_reply_quoted_after_a_crash_was_delivered(stage: Stage, model: Path, tmp_path: Path) -> None:
     access = await stage.client.open_session(task=TASK)
     history = await talk(stage, access, 1)
     async with staged(model, journal=killed(tmp_path)) as later:
@@ -158,7 +158,9 @@ async def test_a_session_draws_from_no_seed_twice(stage: Stage, model: Path, tmp
         assert len({one["sampling_params"]["sampling_seed"] for one in requests}) == 3
 
 
-async def test_what_belongs_to_no_session_is_given_to_none(stage: Stage, model: Path, tmp_path: Path) -> None:
+async def test_journal_rows_of_a_deleted_session_are_given_to_no_other(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
     """A late row of a session that was deleted must not be another's, who may get its number."""
     with contextlib.closing(sqlite3.connect(killed(tmp_path) / FILE)) as connection:
         connection.execute("INSERT INTO sent VALUES (?)", [turn_id(1, 0)])

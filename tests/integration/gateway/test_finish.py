@@ -107,7 +107,7 @@ async def test_rewards_posted_for_single_turns(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["agent_error", "timeout", "cancelled", "infra_error"])
-async def test_what_the_caller_says_of_a_failure_stands(stage: Stage, outcome: str) -> None:
+async def test_the_failure_that_the_caller_reports_is_kept(stage: Stage, outcome: str) -> None:
     access = await stage.client.open_session(task=TASK)
     await ask(access)
     summary = await stage.client.finish(access.session_id, output="3", outcome=outcome, error="why")

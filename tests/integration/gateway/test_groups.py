@@ -45,7 +45,7 @@ async def test_groups_from_sealing_to_acknowledgement(stage: Stage) -> None:
     assert raised.value.status == 410
 
 
-async def test_a_restarted_trainer_gets_what_the_dead_one_held(stage: Stage) -> None:
+async def test_a_restarted_trainer_gets_the_leases_of_the_killed_one(stage: Stage) -> None:
     await stage.client.seal_group("a", "t1", [await episode(stage, group_id="a", slot=0)])
     [old] = await stage.client.lease(1, 1)
     [new] = await stage.client.lease(2, 1)

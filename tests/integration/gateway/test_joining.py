@@ -54,7 +54,7 @@ async def test_without_a_trainer_an_engine_that_joins_serves_at_once(stage: Stag
     assert (told["state"], told["joined"], told["admitted"]) == ("healthy", True, True)
 
 
-async def test_who_joins_waits_without_a_call_until_the_trainer_admits_it(stage: Stage) -> None:
+async def test_a_joining_engine_gets_no_call_until_the_trainer_admits_it(stage: Stage) -> None:
     await stage.client.admit_engine(stage.engine.url, True)
     other = await another(stage)
     told = await stage.client.add_engine(other.url + "/")
@@ -91,7 +91,7 @@ async def test_an_engine_that_is_not_there_cannot_be_admitted(stage: Stage) -> N
 @pytest.mark.parametrize(("led", "version", "state"), [
     (True, "4", "waiting"), (True, "5", "healthy"), (False, "4", "healthy"),
 ])  # fmt: skip
-async def test_one_that_comes_back_with_other_weights_waits_for_the_trainer(
+async def test_an_engine_that_returns_with_other_weights_waits_for_the_trainer(
     stage: Stage, led: bool, version: str, state: str
 ) -> None:
     stage.engine.version = "5"
@@ -106,7 +106,7 @@ async def test_one_that_comes_back_with_other_weights_waits_for_the_trainer(
     assert (await row(stage, stage.engine))["state"] == state
 
 
-async def test_one_that_is_admitted_while_it_comes_back_serves(stage: Stage) -> None:
+async def test_an_engine_that_is_admitted_while_it_restarts_serves(stage: Stage) -> None:
     """Its owner started it with newer weights, and said so before a probe saw it."""
     await stage.client.admit_engine(stage.engine.url, True)
     await until_version(stage, stage.engine)

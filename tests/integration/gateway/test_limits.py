@@ -94,7 +94,7 @@ async def test_an_agent_that_stays_within_its_budget_completes(stage: Stage) -> 
     assert (await stage.client.finish(access.session_id, reward=1)).outcome is Outcome.COMPLETED
 
 
-async def test_too_many_calls_at_once_pass_by_themselves(stage: Stage) -> None:
+async def test_a_call_above_the_concurrency_limit_succeeds_later(stage: Stage) -> None:
     access, llm = await opened(stage, retries=0, limits={"calls": 1})
     stage.engine.faults.append(Fault("hold"))
     first = asyncio.create_task(ask(llm))
@@ -143,7 +143,7 @@ async def test_a_sessions_own_limits_go_over_the_gateways(tmp_path: Path) -> Non
 # -- bounded lines and bodies
 
 
-async def test_a_full_line_is_refused_so_that_a_retry_may_get_in(stage: Stage) -> None:
+async def test_a_full_queue_refuses_a_call_with_a_status_that_sdks_retry(stage: Stage) -> None:
     """One call on the engine, one in the line: the third is told why, and its SDK may try again."""
     sessions = [await opened(stage, retries=0) for _ in range(3)]
     stage.engine.faults.append(Fault("hold"))
@@ -165,7 +165,7 @@ async def test_a_full_line_is_refused_so_that_a_retry_may_get_in(stage: Stage) -
     assert (await stage.client.finish(access.session_id, reward=1)).outcome is Outcome.COMPLETED
 
 
-async def test_an_agent_that_the_full_line_ended_is_an_infrastructure_error(stage: Stage) -> None:
+async def test_an_agent_that_failed_on_a_full_queue_is_an_infra_error(stage: Stage) -> None:
     sessions = [await opened(stage, retries=0) for _ in range(3)]
     stage.engine.faults.append(Fault("hold"))
     calls = [asyncio.create_task(ask(sessions[0][1]))]

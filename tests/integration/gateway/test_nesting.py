@@ -23,7 +23,7 @@ def arguments(levels: int) -> str:
 
 
 @pytest.mark.parametrize("levels", [2, 3, 99, 100, 101, 252])
-def test_levels_are_counted(levels: int) -> None:
+def test_levels_of_nesting_are_counted(levels: int) -> None:
     value: Any = json.loads(arguments(levels))
     assert too_deep(value, levels - 1)
     assert not too_deep(value, levels)

@@ -239,7 +239,7 @@ async def test_a_turn_that_was_not_delivered_is_recorded_as_such_and_given_to_th
     assert [t.delivered for t in (await stage.client.trajectory(access.session_id)).turns] == [True]
 
 
-async def test_who_quotes_a_reply_has_it(stage: Stage) -> None:
+async def test_a_quoted_reply_was_delivered(stage: Stage) -> None:
     access, llm = await opened(stage)
     session = stage.gateway.session(access.session_id)
     stage.say("lost, it seemed")

@@ -221,7 +221,7 @@ async def test_a_url_and_a_key_are_enough(site: Site) -> None:
             await llm.chat.completions.create(model="m", messages=ASK)
 
 
-async def test_a_client_that_leaves_the_front_aborts_on_the_engine(site: Site) -> None:
+async def test_a_disconnect_from_the_router_aborts_on_the_engine(site: Site) -> None:
     access = await site.client.open_session(task=TASK)
     site.engine.faults.append(Fault("hang"))
     before = len(site.engine.requests)
@@ -283,7 +283,9 @@ async def test_a_lease_waits_for_whichever_shard_has_a_group_first(site: Site, s
     await site.client.drop_group(name)
 
 
-async def test_a_lease_that_is_asked_for_again_is_the_same_and_one_that_was_left_is_free(site: Site) -> None:
+async def test_a_repeated_lease_request_gets_the_same_lease_and_an_undelivered_one_is_released(
+    site: Site,
+) -> None:
     epoch, names = site.new_epoch(), groups("again")
     waiting = asyncio.create_task(site.client.lease(epoch, 1, wait_s=30))
     await asyncio.sleep(0.1)
@@ -338,7 +340,7 @@ async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
             await site.client.drop_group(name)
 
 
-async def test_the_front_refuses_a_worker_without_its_key(site: Site) -> None:
+async def test_the_router_refuses_a_worker_without_its_key(site: Site) -> None:
     async with aiohttp.ClientSession() as http:
         for path in ("/attempts/next?shard=1", "/attempts/leave", "/attempts/1.x/heartbeat"):
             for key in ("admin", "wrong"):
@@ -347,7 +349,7 @@ async def test_the_front_refuses_a_worker_without_its_key(site: Site) -> None:
                     assert response.status == 403, path
 
 
-async def test_what_the_front_says_of_all(site: Site) -> None:
+async def test_the_router_reports_engines_metrics_and_health_of_all_shards(site: Site) -> None:
     [engine] = await site.client.list_engines()
     assert (engine["url"], engine["healthy"], engine["limit"]) == (site.engine.url, True, 256)
     text = await site.client.metrics()
@@ -400,7 +402,7 @@ async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_e
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-async def test_a_stopped_front_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
+async def test_a_stopped_router_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
     model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "front.json", tmp_path / "tmp"
     place.mkdir()
     process = await asyncio.create_subprocess_exec(
@@ -434,7 +436,7 @@ def pid_of(base_url: str) -> int:
     raise AssertionError(f"nobody listens on {base_url}")
 
 
-async def test_a_shard_that_dies_again_and_again_ends_the_front(
+async def test_a_shard_that_exits_again_and_again_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Dying:
@@ -477,7 +479,7 @@ async def test_a_journal_of_another_number_of_shards_is_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("path", "status"), [("models", 200), ("models%3Fa=1", 404), ("models/%2e%2e/models", 404)]
 )
-async def test_the_front_passes_a_path_on_as_it_was_written(site: Site, path: str, status: int) -> None:
+async def test_the_router_forwards_a_path_unchanged(site: Site, path: str, status: int) -> None:
     access = await site.client.open_session()
     session, key = f"/s/{access.session_id}/v1/", {"Authorization": f"Bearer {access.api_key}"}
     answers = []
@@ -489,7 +491,7 @@ async def test_the_front_passes_a_path_on_as_it_was_written(site: Site, path: st
     assert answers[0][0] == status
 
 
-async def test_the_front_passes_a_body_on_as_it_comes(site: Site) -> None:
+async def test_the_router_streams_a_body(site: Site) -> None:
     """The shard refuses by the key before the body is whole, and the answer comes back."""
     port = int(site.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -148,7 +148,7 @@ async def test_an_engine_that_was_started_again_reads_the_files_and_then_joins(
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "corrupt"])
-async def test_what_did_not_come_whole_is_not_made_live(
+async def test_weights_that_arrive_incomplete_are_not_made_live(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     before = {name: value.clone() for name, value in stage.live().items()}

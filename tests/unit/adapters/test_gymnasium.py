@@ -32,7 +32,7 @@ def test_scores_are_the_librarys() -> None:
     equal_scores("gymnasium")
 
 
-async def test_a_lake_is_crossed_by_words() -> None:
+async def test_frozen_lake_is_crossed_by_words() -> None:
     environment = load_environment("gymnasium:FrozenLake-v1", LAKE)
     task = environment.train_task(0)
     assert task.messages[0]["content"] == (

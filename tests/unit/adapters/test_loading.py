@@ -66,6 +66,6 @@ def test_seeds_of_training_and_held_out_tasks_differ() -> None:
     assert task_seed(0, "train", 1) != task_seed(1, "train", 1)
 
 
-def test_work_apart_has_a_deadline() -> None:
+def test_run_apart_has_a_deadline() -> None:
     with pytest.raises(TimeoutError):
         run_apart(asyncio.sleep(30), 0.05)

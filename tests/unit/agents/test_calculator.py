@@ -72,19 +72,19 @@ def expressions() -> st.SearchStrategy[str]:
 
 
 @given(expressions())
-def test_it_agrees_with_python(expression: str) -> None:
+def test_the_calculator_agrees_with_python(expression: str) -> None:
     if len(expression) <= MAX_LENGTH:
         assert Fraction(calculate(expression)) == Fraction(eval(expression))
 
 
 @given(st.text(alphabet="0123456789.+-*/() x²", max_size=60) | st.text(max_size=40))
-def test_nothing_but_value_errors(expression: str) -> None:
+def test_the_calculator_raises_only_value_errors(expression: str) -> None:
     with contextlib.suppress(ValueError):
         assert Fraction(calculate(expression)) is not None
 
 
 @pytest.mark.parametrize("expression", ["(" * 200, "-" * 199 + "1", "9*" * 99 + "9", "1/" * 99 + "7"])
-def test_the_worst_takes_no_time(expression: str) -> None:
+def test_the_most_expensive_expression_takes_no_time(expression: str) -> None:
     began = time.process_time()
     try:
         result = calculate(expression)

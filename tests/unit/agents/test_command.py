@@ -95,14 +95,14 @@ def test_the_program_and_explicit_paths_are_of_the_current_directory(
     assert agent.command == [path, "agent.js", path, "./missing", "-c"]
 
 
-async def test_of_a_flood_the_end_is_kept() -> None:
+async def test_the_end_of_a_long_output_is_kept() -> None:
     code = "import sys\nfor _ in range(300): sys.stdout.write('x' * 10_000)\nprint('#### 9')"
     output = (await python(code).run(TASK, session())).output
     assert len(output) == MAX_STDOUT
     assert output.endswith("#### 9\n")
 
 
-async def test_a_flood_takes_no_memory() -> None:
+async def test_a_long_output_takes_no_memory() -> None:
     program = _Program()
     for _ in range(100):
         program.pipe_data_received(1, b"x" * 100_000)

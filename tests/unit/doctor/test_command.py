@@ -40,7 +40,7 @@ def judged(renderer: Renderer, reply: dict[str, Any]) -> list[str]:
     return codes(judge_reply("http://engine", reply, {"weight_version": "3"}, renderer))
 
 
-def test_a_good_reply_is_well(renderer: Renderer) -> None:
+def test_a_good_reply_has_no_finding(renderer: Renderer) -> None:
     assert judged(renderer, a_reply(renderer)) == []
 
 
@@ -102,7 +102,7 @@ def test_the_command_takes_a_named_file_as_train_does(tmp_path: Path) -> None:
         asked("a.toml", "b.toml")
 
 
-def test_within_returns_raises_and_gives_up() -> None:
+def test_within_returns_raises_and_times_out() -> None:
     assert within(5, lambda: 3) == 3
     with pytest.raises(SystemExit):
         within(5, lambda: (_ for _ in ()).throw(SystemExit()))

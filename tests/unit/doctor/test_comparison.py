@@ -60,7 +60,7 @@ def test_states_are_compared_by_their_content(make: Any, other: Any, place: str)
     assert found.startswith(place)
 
 
-def test_what_has_no_content_is_not_compared() -> None:
+def test_values_without_content_are_not_compared() -> None:
     with pytest.raises(IncomparableError, match=r"state\['lock'\] is a generator"):
         difference({"lock": (n for n in "a")}, {"lock": (n for n in "a")})
     assert difference(TASK, TASK) is None

@@ -111,7 +111,7 @@ def test_an_environment_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("environment", [Sound(), Arithmetic(held_out=10)])
-def test_a_sound_environment_is_well(environment: Environment, renderer: Renderer) -> None:
+def test_a_valid_environment_has_no_finding(environment: Environment, renderer: Renderer) -> None:
     assert codes(check_rewards(environment)) == []
     if isinstance(environment, Sound):
         settings = settings_of(env={"use": f"{__name__}:Sound"})

@@ -12,7 +12,7 @@ from tidegate.doctor.findings import Level
 from tidegate.doctor.install import check_install, check_port
 
 
-def test_this_install_is_well() -> None:
+def test_this_installation_has_no_finding() -> None:
     assert codes(check_install(settings_of())) == []
 
 

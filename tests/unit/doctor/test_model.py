@@ -25,7 +25,7 @@ def a_model(folder: Path, template: str = "qwen2") -> Path:
     return folder
 
 
-def test_a_whole_model_is_well() -> None:
+def test_a_complete_model_has_no_finding() -> None:
     found, renderer = check_model(settings_of())
     assert codes(found) == []
     assert renderer is not None

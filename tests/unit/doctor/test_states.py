@@ -50,7 +50,7 @@ class Stateful(Sound):
         return "nothing"
 
 
-def test_a_sound_stateful_environment_is_well_and_its_states_are_released() -> None:
+def test_a_valid_stateful_environment_has_no_finding_and_its_states_are_released() -> None:
     environment = Stateful()
     assert [one.level for one in check_states(environment)] == [Level.OK]
     assert codes(check_rewards(environment)) == []

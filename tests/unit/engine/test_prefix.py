@@ -47,7 +47,7 @@ def test_the_longest_common_beginning_in_whole_blocks_is_found() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), max_size=8), st.lists(st.integers(0, 1)))
-def test_what_is_found_is_a_beginning_of_what_was_kept(kept: list[list[int]], sought: list[int]) -> None:
+def test_a_prefix_that_is_found_was_stored(kept: list[list[int]], sought: list[int]) -> None:
     store = PrefixStore(1000)
     for i, tokens in enumerate(kept):
         add(store, tokens, Snap(str(i)))

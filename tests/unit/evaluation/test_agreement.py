@@ -17,7 +17,7 @@ from tidegate.evaluation.agreement import auc, compare, read_labelled
 from tidegate.trainer.records.judge import spearman
 
 
-def test_the_area_is_the_share_of_pairs_in_the_right_order() -> None:
+def test_auc_is_the_share_of_pairs_in_the_right_order() -> None:
     rng = np.random.default_rng(0)
     labels = rng.integers(2, size=60).astype(np.float64)
     scores = rng.integers(5, size=60) / 4

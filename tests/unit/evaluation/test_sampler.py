@@ -97,7 +97,7 @@ async def test_where_everything_fails_it_stops_soon_and_says_why() -> None:
     assert world.running == 0
 
 
-async def test_one_success_keeps_it_going() -> None:
+async def test_one_success_lets_the_evaluation_continue() -> None:
     def answer(name: str, task: Task) -> Trajectory:
         return graded(task) if name == "main/t3/0/0" else failed(task, Outcome.TIMEOUT, "late")
 

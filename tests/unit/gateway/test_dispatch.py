@@ -52,14 +52,14 @@ def test_an_engine_that_leaves_or_joins_moves_only_its_own_sessions(names: set[s
         assert [one for one in rank(key, whole) if one != gone] == rank(key, rest)
 
 
-def test_claims_are_even() -> None:
+def test_keys_are_distributed_evenly() -> None:
     loads = dict.fromkeys("abcd", 0.0)
     won = Counter(rank(f"key {number}", loads)[0] for number in range(4000))
     assert all(850 <= count <= 1150 for count in won.values())
 
 
 @given(NAMES, st.integers(1, 200))
-def test_no_member_holds_more_than_its_share(names: set[str], keys: int) -> None:
+def test_no_member_has_more_keys_than_its_share(names: set[str], keys: int) -> None:
     loads = dict.fromkeys(names, 0.0)
     for key in KEYS[:keys]:
         loads[place(key, loads)] += 1
@@ -93,7 +93,7 @@ def test_after_a_restart_most_sessions_find_the_engine_that_knows_them() -> None
     assert same >= 120  # of 200; a choice by load alone keeps about 50
 
 
-def test_a_quarantined_engine_keeps_no_seat_and_a_returned_one_takes_none_back() -> None:
+def test_a_quarantined_engine_loses_its_sessions_and_gets_none_back() -> None:
     one, other = engine("one"), engine("other")
     pool = dispatch(one, other)
     sitting = seats(10)
@@ -108,7 +108,7 @@ def test_a_quarantined_engine_keeps_no_seat_and_a_returned_one_takes_none_back()
     assert pool.assign(newcomer) is one
 
 
-def test_the_slots_of_a_group_sit_together_while_there_is_room() -> None:
+def test_the_slots_of_a_group_share_an_engine_while_it_has_room() -> None:
     pool = dispatch(*(engine(f"e{number}") for number in range(3)))
     for one in pool.engines.values():
         one.assigned_sessions = 40
@@ -142,7 +142,7 @@ def test_between_two_items_of_one_flow_every_other_that_waits_is_served(flows: l
     assert len(served) == len(flows)
 
 
-def test_what_is_taken_out_of_the_line_is_not_served() -> None:
+def test_a_call_removed_from_the_queue_is_not_served() -> None:
     line: FairQueue[int] = FairQueue()
     tickets = Tickets()
     places = [tickets.draw(flow) for flow in "aba"]
@@ -237,7 +237,7 @@ async def test_a_freed_slot_serves_its_own_sessions_first_and_then_any() -> None
     assert caller.served[3] == ("there", one)
 
 
-async def test_who_waits_for_an_engine_that_goes_waits_for_another() -> None:
+async def test_a_call_queued_for_a_removed_engine_moves_to_another() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
     mine, its = Affinity("mine", "mine"), Affinity("its", "its")
@@ -263,7 +263,7 @@ async def test_without_an_engine_calls_wait_for_the_first_one() -> None:
     assert late.busy == 2
 
 
-async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> None:
+async def test_a_full_queue_refuses_new_calls_and_keeps_admitted_ones() -> None:
     pool = dispatch(engine("e"), max_waiting=1)
     caller = Caller(pool)
     seat = Affinity("s", "s")
@@ -278,7 +278,7 @@ async def test_a_full_line_refuses_what_is_new_and_keeps_what_was_let_in() -> No
     assert pool.waiting == 1
 
 
-async def test_who_gives_up_while_waiting_loses_no_slot() -> None:
+async def test_a_cancelled_wait_leaks_no_slot() -> None:
     pool = dispatch(engine("e"))
     holder = await pool.acquire(Affinity("a", "a"))
     first = asyncio.create_task(pool.acquire(Affinity("b", "b")))
@@ -310,7 +310,7 @@ async def test_calls_that_waited_for_an_engine_precede_later_ones() -> None:
     assert {seat.engine for seat in early} == {back}, "each sits where it was served"
 
 
-async def test_who_moves_to_another_line_keeps_its_place_in_it() -> None:
+async def test_a_call_moved_to_another_queue_keeps_its_place() -> None:
     one, other = engine("one"), engine("other")
     caller = Caller(dispatch(one, other))
     sitting = [Affinity(f"{number} on {home.url}", "x") for number in range(3) for home in (one, other)]
@@ -323,7 +323,7 @@ async def test_who_moves_to_another_line_keeps_its_place_in_it() -> None:
     assert [flow for flow, _ in caller.served[2:]] == [seat.flow for seat in sitting[2:]]
 
 
-async def test_an_idle_engine_takes_the_call_that_came_first_and_not_the_longest_line() -> None:
+async def test_an_idle_engine_takes_the_oldest_call_of_all_queues() -> None:
     one, other, third = engine("one"), engine("other"), engine("third")
     caller = Caller(dispatch(one, other, third))
     homes = {one: "a", other: "b", third: "c"}

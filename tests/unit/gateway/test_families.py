@@ -139,13 +139,13 @@ def test_prompts_are_the_recorded_ids_and_what_the_template_writes(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["qwen25", "llama3", "mistral_v7", "deepseek_v3", "glm4", "gpt_oss"])
-def test_it_holds_with_a_tokenizer_of_real_size(name: str) -> None:
+def test_conversations_extend_their_recorded_ids_with_a_tokenizer_of_real_size(name: str) -> None:
     _many(name, "real", 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "size"), list(itertools.product(FAMILIES, ["tiny", "real"])))
-def test_it_holds_for_a_thousand_conversations(name: str, size: str) -> None:
+def test_a_thousand_conversations_extend_their_recorded_ids(name: str, size: str) -> None:
     _many(name, size, 1000)
 
 

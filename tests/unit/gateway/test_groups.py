@@ -113,7 +113,7 @@ async def test_a_lease_that_was_not_delivered_is_given_again() -> None:
     assert [one.id for one in await store.lease(1, 1, 0)] == ["a"]
 
 
-async def test_a_lease_that_is_asked_for_again_is_the_same() -> None:
+async def test_a_repeated_lease_request_gets_the_same_lease() -> None:
     store = new_store()
     for name in "abc":
         await store.seal(group(name))
@@ -234,7 +234,7 @@ async def test_an_answer_that_was_lost_after_it_was_asked_for_again_undoes_nothi
     assert store.end_reason("g") == "trained"
 
 
-async def test_to_wait_is_not_to_lease() -> None:
+async def test_waiting_for_a_group_leases_nothing() -> None:
     store = new_store()
     assert await store.wait(1, 0.01) == 0
     waiting = asyncio.create_task(store.wait(1, 10))

@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 @settings(deadline=None, max_examples=300)
 @given(VALUES, st.booleans(), st.integers(16, 40), st.integers(1, 12))
-def test_what_is_folded_and_unfolded_is_what_came(value: Any, ascii: bool, window: int, long: int) -> None:
+def test_unfolding_restores_the_folded_value(value: Any, ascii: bool, window: int, long: int) -> None:
     text = json.dumps(value, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(large_json, "WINDOW", window)
@@ -60,7 +60,7 @@ def test_a_long_string_is_read_in_windows_and_weighed_by_its_pieces() -> None:
     assert folded.unfold() == {"a": "short", "b": text, text[:200]: [text]}
 
 
-def test_equal_texts_have_one_mark() -> None:
+def test_equal_texts_have_one_placeholder() -> None:
     name = "n" * 200
     folded = fold(orjson.dumps([name, {"name": name}]), 100)
     assert folded.value[0] == folded.value[1]["name"]

@@ -212,7 +212,7 @@ def test_agents_that_take_turns_hash_no_more_than_alone(hashed: list[int]) -> No
     assert all(turn.parent is not None for turn in driver.tree.turns()[8:])
 
 
-def test_what_requests_share_is_held_once() -> None:
+def test_a_history_that_requests_share_is_stored_once() -> None:
     driver = Driver()
     messages: list[Message] = [user("x")]
     for number in range(20):

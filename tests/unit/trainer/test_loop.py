@@ -164,7 +164,7 @@ async def test_a_step_in_which_the_run_is_cancelled_has_its_line(tmp_path: Path)
     assert [line["step"] for line in hands.lines] == [1]
 
 
-async def test_otherwise_the_whole_batch_is_cut_before_anything_is_learned(tmp_path: Path) -> None:
+async def test_without_streaming_the_whole_batch_is_selected_before_training(tmp_path: Path) -> None:
     loop, hands, _ = looped(tmp_path, steps=1)
     hands.ready.set()
     async with asyncio.timeout(LIMIT_S):

@@ -40,7 +40,7 @@ def test_a_run_that_was_killed_in_a_step_is_replayed_up_to_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("first", "last"), [(2, None), (0, 0), (5, None), (1, 1)])
-def test_no_step_to_take_is_said(tmp_path: Path, first: int, last: int | None) -> None:
+def test_a_replay_without_steps_is_refused(tmp_path: Path, first: int, last: int | None) -> None:
     settings = killed_run(tmp_path).settings
     with pytest.raises(TidegateError, match=rf"no step to take after {first}.*recorded up to 2"):
         Replay(tmp_path, settings, first, last).steps()

@@ -53,7 +53,7 @@ def test_intervals_by_hand(values: list[float], low: float, high: float) -> None
 
 
 @pytest.mark.parametrize("values", [[], [0.5], [0.5, 0.5, 0.5], [-1.0]])
-def test_what_says_nothing_of_the_spread_has_no_interval(values: list[float]) -> None:
+def test_values_without_a_spread_have_no_interval(values: list[float]) -> None:
     row = mean_of(*values).to_wire()
     assert (row["low"], row["high"]) == (None, None)
     assert row["mean"] == (values[0] if values else None)

@@ -30,7 +30,7 @@ def test_a_short_run_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("count", [11, 12, 40, 41, 42, 43, 500])
-def test_growing_row_by_row_comes_to_the_same(count: int) -> None:
+def test_downsampling_row_by_row_gives_the_same_rows(count: int) -> None:
     grown, run = Downsampled(), files(0)
     for step in range(count):
         run.rows.append(row(step))
@@ -62,7 +62,7 @@ def test_scores_that_join_the_newest_row_are_seen() -> None:
     assert 0.75 in [one.get("eval/reward") for one in grown.of(run).rows]
 
 
-def test_what_one_row_stands_for() -> None:
+def test_a_downsampled_row_combines_its_steps() -> None:
     found = one_of(
         [
             {"step": 1, "tokens/sampled_total": 10, "groups/stale": 1, "staleness/max": 2, "loss": 1},

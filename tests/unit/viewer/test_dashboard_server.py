@@ -196,7 +196,7 @@ def test_evaluations_before_and_after(ask: Ask) -> None:
     assert [(one["task"], one["gain"], one["after"]["line"]) for one in row] == [("held_out-2", 1, 8)]
 
 
-def test_what_tidegate_eval_found_is_shown(tmp_path: Path) -> None:
+def test_results_of_tidegate_eval_are_shown(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     for name, text in (("1", "{"), ("3", '{"sets": {"main": 4}}'), ("4", "[]")):
         (run_dir / "evals" / name).mkdir(parents=True)
@@ -340,7 +340,7 @@ def test_only_get(client: TestClient) -> None:
 @pytest.mark.parametrize(
     "name", ["../report.py", "..%2f..%2fconfig.py", "%2e%2e/app.py", "/etc/passwd", "index.html%00.js"]
 )
-def test_no_path_leads_out(client: TestClient, small: Path, name: str) -> None:
+def test_no_path_leads_out_of_the_static_files(client: TestClient, small: Path, name: str) -> None:
     response = client.get(f"/static/{name}")
     assert response.status_code == 404
     assert "error" in response.json()

@@ -99,7 +99,7 @@ def test_versions_the_test_and_the_gate(run: ServiceWriter, ask: Ask) -> None:
     assert 0 <= found["gate"]["waited_s"] < 60, "the publish after step 2 waits"
 
 
-def test_what_comes_is_shown_and_read_once(run: ServiceWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_lines_are_shown_and_read_once(run: ServiceWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     write_many(run.dir, 2000)
     read: list[int] = []
 

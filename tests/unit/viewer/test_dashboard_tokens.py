@@ -55,7 +55,7 @@ def test_what_is_called_trained_is_what_the_trainer_trains(trajectory: Trajector
         assert trained_by(tree, number) == row.ids[row.mask].tolist()
 
 
-def test_why_not() -> None:
+def test_each_token_has_the_reason_why_it_was_not_trained_on() -> None:
     turn = as_read(make_trajectory([make_turn(0, None, [1], [2, 3, 4], forced=(1,))]))["turns"][0]
     assert reasons(turn, "stepped") == [("trained", 1), ("grammar", 1), ("trained", 1)]
     assert reasons(turn, "trained") == reasons(turn, "stepped")

@@ -198,7 +198,7 @@ def test_the_verdict_says_why_there_is_no_reward() -> None:
     assert episode({**tried("p", 0.0), "outcome": "truncated"}).verdict == "reward 0.000, cut short"
 
 
-def test_what_both_begin_with_is_shown_once() -> None:
+def test_the_common_beginning_of_two_episodes_is_shown_once() -> None:
     before, after = (episode(trajectory(1, right, 0, RNG)) for right in (False, True))
     shown = pair(before, after)
     assert [line.role for line in shown.problem] == ["system", "user"]

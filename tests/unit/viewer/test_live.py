@@ -70,7 +70,7 @@ def test_every_line_fits_the_terminal(steps: int, width: int) -> None:
     assert len(lines) <= 24
 
 
-def test_it_says_where_the_run_stands() -> None:
+def test_the_live_view_shows_step_time_and_scores() -> None:
     board = board_after(40)
     board.last |= {"time/step": 2.0}
     text = " ".join(drawn(board, 100).split())
@@ -159,7 +159,7 @@ TOLD: list[Callable[[LiveView], None]] = [
 
 
 @pytest.mark.parametrize("call", TOLD)
-def test_telling_waits_while_it_draws(
+def test_updates_wait_while_the_live_view_draws(
     call: Callable[[LiveView], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drawing reads what is told from another thread: never half of it."""
@@ -193,7 +193,7 @@ def test_telling_waits_while_it_draws(
         (True, True, "latin-1", PlainView),
     ],
 )
-def test_which_view(live: bool, tty: bool, encoding: str, kind: type) -> None:
+def test_the_view_is_chosen_by_terminal_and_setting(live: bool, tty: bool, encoding: str, kind: type) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     console = Console(file=file, force_terminal=tty, _environ={"TERM": "xterm"})
     assert type(make_view(live, 10, 2, console)) is kind
@@ -211,7 +211,7 @@ def test_a_dumb_terminal_gets_lines() -> None:
     assert isinstance(make_view(True, 10, 2, console), PlainView)
 
 
-def test_finished_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_finished_restores_the_terminal_and_prints_the_resume_command(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=30)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     terminal = Terminal()
@@ -281,7 +281,7 @@ def test_small_texts() -> None:
     assert printable("a\r\nb\tc\x1b[0m\u202e") == "a\nb\tc\ufffd[0m\ufffd"
 
 
-def test_silent_takes_everything() -> None:
+def test_the_silent_view_accepts_every_call() -> None:
     view = Silent()
     view.started({})
     view.state({})

@@ -93,7 +93,7 @@ def test_losses_are_named(view: PlainView, console: Console) -> None:
     assert lines_of(console)[0].endswith("stale 3, failed 1")
 
 
-def test_progress_speaks_seldom_and_at_the_end(view: PlainView, console: Console, clock: Clock) -> None:
+def test_progress_is_printed_seldom_and_at_the_end(view: PlainView, console: Console, clock: Clock) -> None:
     for done in range(1, 201):
         clock.now += 0.1
         view.progress("evaluation", done, 200)

@@ -127,7 +127,7 @@ def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:
         assert name in charts
 
 
-def test_it_stands_alone(finished: tuple[Path, Page]) -> None:
+def test_the_report_loads_nothing_from_elsewhere(finished: tuple[Path, Page]) -> None:
     """No address is loaded from anywhere, and the policy allows the page's own script and style alone."""
     _, page = finished
     assert not [attrs for _, attrs in page.elements if {"src", "href", "srcset", "style"} & set(attrs)]
@@ -252,7 +252,7 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_resumed_run_shows_what_stands(tmp_path: Path) -> None:
+def test_a_resumed_run_shows_the_steps_that_count(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=30)
     rows = metrics_of(run_dir)
     again = [{**row, "reward/mean": 0.125, "time": row["time"] + 7200} for row in rows[21:]]
@@ -354,7 +354,7 @@ def test_the_ledger_knows_which_groups_are_trained(tmp_path: Path) -> None:
     assert (counts.versions, len(counts.starts)) == (1, 2)
 
 
-def test_what_a_resume_puts_back_is_live_and_ends_once_more(tmp_path: Path) -> None:
+def test_a_restored_group_is_live_and_ends_once_more(tmp_path: Path) -> None:
     stepped = [*ending("b-0", "stepped", "attempt", group="b"), *ending("b", "stepped")]
     before = [{"kind": "run", "event": "started", "position": None}, *stepped]
     after = [

@@ -133,7 +133,7 @@ def test_groups_wait_from_their_last_episode_to_the_update(client: TestClient) -
     assert sum(alone) * 10 / BINS == pytest.approx(4.0)
 
 
-def test_failed_attempts_are_in_it(run: Writer, client: TestClient) -> None:
+def test_the_timeline_has_failed_attempts(run: Writer, client: TestClient) -> None:
     turn = run.turn(0, None, PROMPT, "?", started=START + 21.0, seconds=5.0)
     lost = run.trajectory("g9", 0, [turn], None, outcome=Outcome.TIMEOUT, error="too late", seconds=5.0)
     run.files.append(lost, State.FAILED)

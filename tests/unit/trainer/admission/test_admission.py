@@ -120,7 +120,7 @@ def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again()
     assert driver.core.next_ticket() == TaskTicket(2), "its budget is spent: another task takes the place"
 
 
-def test_cut_takes_exactly_the_batch_in_order_of_completion() -> None:
+def test_select_batch_takes_exactly_the_batch_in_order_of_completion() -> None:
     driver = Driver(max_staleness=3)
     slow = driver.start()
     done = [driver.ready(0) for _ in range(3)]
@@ -146,7 +146,7 @@ def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
     assert driver.ends() == {"failed": 1}
 
 
-def test_partial_group_is_ready_when_enough_slots_stand() -> None:
+def test_partial_group_is_ready_when_enough_slots_succeeded() -> None:
     driver = Driver(group_size=3, max_attempts=1, min_group_size=2)
     group = driver.start()
     core = driver.core
@@ -178,13 +178,13 @@ def test_cancelled_attempts_do_not_count_against_the_slot() -> None:
     assert driver.finish(group) is AttemptDecision.READY
 
 
-def test_only_what_can_never_be_admitted_is_doomed() -> None:
+def test_will_be_stale_names_only_groups_beyond_the_bound() -> None:
     driver = Driver(max_staleness=1)
     old, new, fresh = driver.start(), driver.start(), driver.start()
     assert driver.core.will_be_stale(3, {old: 1, new: 2, fresh: None, "unknown": 0}) == [old]
 
 
-def test_hopeless_only_after_a_run_of_failures() -> None:
+def test_no_progress_is_reported_only_after_failures_in_a_row() -> None:
     driver = Driver(max_attempts=1)
     for _ in range(7):
         driver.finish(driver.start(), Outcome.AGENT_ERROR)
@@ -214,7 +214,7 @@ def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
     assert driver.core.streaks.no_progress_reason() is None
 
 
-def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
+def test_only_the_last_attempt_quarantines_the_task() -> None:
     driver = Driver(max_attempts=2)
     group = driver.start()
     first = driver.core.start_attempt(group, 0)
@@ -230,7 +230,7 @@ def test_only_the_last_attempt_of_a_task_gives_it_up() -> None:
     assert driver.core.quarantined == {"task0"}
 
 
-def test_a_task_is_given_up_once() -> None:
+def test_a_task_is_quarantined_once() -> None:
     driver = Driver(max_attempts=1, group_size=3)
     group = driver.start()
     one, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
@@ -318,7 +318,7 @@ def test_how_many_groups_the_steps_take_is_known_where_none_is_filtered(dynamic_
     assert Rules.of(settings).steps == (None if dynamic_sampling else settings.trainer.steps)
 
 
-def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -> None:
+def test_will_be_stale_names_running_and_ready_groups_and_no_leased_ones() -> None:
     driver = Driver(max_staleness=1, groups_per_batch=2)
     running, ready, leased = driver.start(), driver.start(), driver.start()
     assert driver.finish(ready) is AttemptDecision.READY
@@ -329,7 +329,7 @@ def test_a_ready_group_is_doomed_as_a_running_one_is_but_a_leased_one_is_not() -
 
 
 @pytest.mark.parametrize("end", ["stale", "filtered", "failed"])
-def test_whatever_drops_a_group_makes_room_for_exactly_one_other(end: str) -> None:
+def test_each_way_to_end_a_group_makes_room_for_exactly_one_other(end: str) -> None:
     """There is no setting under which a batch goes short: what leaves the count is replaced."""
     driver = Driver(max_staleness=0, max_attempts=1, steps=1)
     dropped, kept = driver.start(), driver.ready(0)

@@ -57,7 +57,7 @@ def test_the_probability_is_that_of_a_beta_binomial_distribution(groups: list[tu
     assert tasks.informative("t", "k") == pytest.approx(1 - alike, abs=1e-9)
 
 
-def test_what_was_always_solved_or_never_teaches_less_than_what_is_undecided() -> None:
+def test_tasks_with_undecided_outcomes_are_the_most_informative() -> None:
     tasks = curriculum()
     for name, solved in (("easy", SIZE), ("middle", SIZE // 2), ("hard", 0)):
         tasks.observe(name, name, solved, SIZE, 0)
@@ -104,7 +104,7 @@ def test_unknown_and_undecided_tasks_are_always_issued() -> None:
     assert not all(tasks.accepts(index, task("t")) for index in range(200))
 
 
-def test_a_uniform_run_asks_for_no_task_and_passes_none_over() -> None:
+def test_a_uniform_curriculum_reads_no_task_and_skips_none() -> None:
     admission = Admission(Rules(1, 2, 2, 0), lambda _: None)
     indices = [admission.next_ticket(lambda index: 1 / 0).index for _ in range(5)]  # type: ignore[arg-type, return-value]
     assert indices == list(range(5))
@@ -248,5 +248,5 @@ def test_a_run_that_is_killed_anywhere_issues_the_same_tasks(
     assert Life(finite, seed, sorted(kills)).run(60) == undisturbed
 
 
-def test_another_seed_passes_over_other_tasks() -> None:
+def test_another_seed_skips_other_tasks() -> None:
     assert Life(True, 1, []).run(60) != Life(True, 2, []).run(60)

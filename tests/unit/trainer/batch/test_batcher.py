@@ -59,7 +59,7 @@ def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Bat
     return Batcher(cast(Any, gateway), admission, lambda: None, credit.should_train), gateway, book
 
 
-async def test_groups_that_teach_nothing_are_filtered_and_replaced() -> None:
+async def test_groups_without_a_gradient_are_filtered_and_replaced() -> None:
     batches, gateway, book = gathered([ALIKE, APART, ALIKE, APART], dynamic_sampling=True)
     batch = await batches.next_batch()
     assert [group.rewards() for group in batch.groups] == [APART, APART]

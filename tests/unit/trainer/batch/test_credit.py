@@ -119,7 +119,7 @@ def test_credit_by_turn_is_its_definition(drawn):
         assert each == pytest.approx(expected, abs=1e-9)
 
 
-def test_equal_sums_by_different_turns_still_teach():
+def test_equal_sums_by_different_turns_have_a_gradient():
     made = group(episode(1.0, (1.0, 0.0)), episode(1.0, (0.0, 1.0)))
     assert credit().should_train(made)
     ((first, second),) = credit()([made])
@@ -137,7 +137,7 @@ def test_truncated_episodes_count_but_are_not_trained_on():
     assert masked == [[None, *trained[0][1:]]]
 
 
-def test_what_teaches_nothing_is_not_kept():
+def test_groups_without_a_gradient_are_not_trained_on():
     alike, apart = group(episode(1), episode(1)), group(episode(1), episode(0))
     late = group(episode(1), episode(0))
     for one in late.trajectories:

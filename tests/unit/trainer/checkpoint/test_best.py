@@ -51,7 +51,7 @@ def test_the_highest_reward_is_kept_and_of_equals_the_newer_one(run_dir: Path) -
     ]  # fmt: skip
 
 
-def test_it_is_the_owners_alone_also_if_the_base_model_is_open_to_all(run_dir: Path) -> None:
+def test_the_best_checkpoint_is_readable_by_its_owner_only(run_dir: Path) -> None:
     base = weights(run_dir / "base", "base")
     base.chmod(0o755)
     (base / "model.safetensors").chmod(0o644)

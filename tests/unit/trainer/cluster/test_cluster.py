@@ -32,7 +32,7 @@ def settings_of(*overrides: str) -> Settings:
     return load_settings(None, ["--model.path=examples/tiny_base/model", *overrides])
 
 
-def test_every_process_has_a_seat_and_the_gateway_sits_with_the_run() -> None:
+def test_each_process_has_a_bundle_and_the_gateway_shares_that_of_the_run() -> None:
     settings = settings_of(
         "--trainer.ranks=2", "--trainer.device=cuda", "--trainer.threads=4", "--engine.count=2",
         "--agent.workers=3", "--gateway.shards=2", '--cluster.engine={GPU = 2, "fast" = 0.5}',
@@ -54,7 +54,7 @@ def test_the_sum_of_a_bundle_is_no_finer_than_ray_counts() -> None:
     assert placement.bundles[0] == {"CPU": 0.3}
 
 
-def test_engines_that_run_already_have_no_seat() -> None:
+def test_running_engines_have_no_bundle() -> None:
     names = [slot.name for slot in Placement.of(settings_of('--engine.urls=["http://a"]')).slots]
     assert names == [HOME, "gateway", "agent", "env"]
 
@@ -115,7 +115,7 @@ def test_a_mark_is_seen_in_its_own_directory_alone(tmp_path: Path) -> None:
     assert not mark.is_visible()
 
 
-def test_luggage_shows_no_secret(tmp_path: Path) -> None:
+def test_the_context_of_an_actor_shows_no_secret(tmp_path: Path) -> None:
     context = ActorContext("a", SharedDirProbe(tmp_path, "x"), tmp_path, {"JUDGE_KEY": "s3cret"})
     assert "s3cret" not in repr(context)
     assert pickle.loads(pickle.dumps(context)).environment == {"JUDGE_KEY": "s3cret"}

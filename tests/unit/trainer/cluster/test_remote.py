@@ -134,7 +134,7 @@ class Reference:
         return self._content
 
 
-async def test_a_parcel_that_is_asked_for_twice_at_a_time_is_unpacked_once(tmp_path: Path) -> None:
+async def test_a_directory_requested_twice_at_once_is_unpacked_once(tmp_path: Path) -> None:
     """An engine that is started again and a publish want the same version."""
     first, second = Reference(b"aa"), Reference(b"bb")
     shelf = FileCache(tmp_path)

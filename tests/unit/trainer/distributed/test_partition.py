@@ -10,7 +10,7 @@ from tidegate.trainer.distributed.fsdp import partition_rows
 
 
 @given(number=st.integers(1, 40), ranks=st.integers(1, 5), max_tokens=st.sampled_from([64, 200, 8192]))
-def test_every_row_is_dealt_once_and_no_hand_is_too_large(number, ranks, max_tokens):
+def test_each_row_is_assigned_to_one_rank_and_none_gets_too_many(number, ranks, max_tokens):
     rows = make_rows(number, seed=number)
     rows[0].mask[:] = False
     dealt = partition_rows(rows, ranks, max_tokens)
@@ -33,6 +33,6 @@ def test_what_ranks_compute_at_the_same_time_is_of_like_size(ranks):
     assert slowest <= 1.05 * mean
 
 
-def test_fewer_rows_than_ranks_leave_a_rank_an_empty_hand():
+def test_fewer_rows_than_ranks_leave_a_rank_without_rows():
     dealt = partition_rows(make_rows(3), 4, 8192)
     assert [[len(hand.rows) for hand in hands] for hands in dealt] == [[1], [1], [1], [0]]

@@ -230,7 +230,7 @@ def _resume(run_dir: Path, *ends: str) -> None:
         ledger.record(entry("run", "ended", step=2, version=4))
 
 
-def test_what_a_resume_puts_back_ends_once_more(run_dir: Path) -> None:
+def test_a_restored_group_ends_once_more(run_dir: Path) -> None:
     _resume(run_dir, "stale", "stale")
     audit = audit_run(run_dir)
     assert audit.consistent, table(audit)
@@ -367,7 +367,7 @@ def test_damaged_and_missing_files_are_findings(
     assert any(words in finding for finding in audit_run(run_dir).findings), audit_run(run_dir).findings
 
 
-def test_what_a_killed_run_leaves_is_no_finding(run_dir: Path) -> None:
+def test_the_files_of_a_killed_run_have_no_finding(run_dir: Path) -> None:
     """A torn last line of the metrics, a directory that is no checkpoint, and a step that a start which died
     had set aside before it entered that."""
     with open(run_dir / "metrics.jsonl", "a") as file:
@@ -381,7 +381,7 @@ def test_what_a_killed_run_leaves_is_no_finding(run_dir: Path) -> None:
     assert audit.consistent, table(audit)
 
 
-def test_tokens_that_belie_the_ledger_are_found(run_dir: Path) -> None:
+def test_tokens_that_contradict_the_ledger_are_found(run_dir: Path) -> None:
     path = run_dir / "trajectories" / "step_000003.jsonl"
     path.write_text(path.read_text().replace("[[2, 0, 3]]", "[[1, 0, 3]]", 1))
     assert any("has tokens of version 1" in finding for finding in audit_run(run_dir).findings)

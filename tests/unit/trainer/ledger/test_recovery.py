@@ -130,7 +130,7 @@ def test_only_what_lies_before_the_marker_is_trained(tmp_path: Path) -> None:
     assert past.discarded_groups() == ["b"]
 
 
-def test_what_is_put_back_is_live_and_may_become_trained(tmp_path: Path) -> None:
+def test_a_restored_group_is_live_and_may_become_trained(tmp_path: Path) -> None:
     """`b` lay behind the marker that epoch 2 went on from, and was trained on again there."""
     first = [started(1), *stepped("a", 1)]
     again = [one for one in stepped("b", 2) if one["event"] == "ended"]
@@ -154,7 +154,7 @@ def written_path(path: Path, entries: list[LedgerEntry]) -> Path:
     return path
 
 
-def test_epoch_versions_and_lineages_are_found_wherever_they_stand(tmp_path: Path) -> None:
+def test_the_epoch_and_abandoned_versions_are_read_from_all_entries(tmp_path: Path) -> None:
     entries = [
         started(1), published(1), published(2), published(3), started(2, 3, version=4), published(5),
         published(6), started(3, 6, version=7),
@@ -166,7 +166,7 @@ def test_epoch_versions_and_lineages_are_found_wherever_they_stand(tmp_path: Pat
     assert past.abandoned == {1, 2, 3, 4, 5, 6, 7}, "without a marker all but the base model's"
 
 
-def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
+def test_a_live_group_is_cancelled_attempts_first(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *issued("g")])
     book: list[LedgerEntry] = []
     cancel_interrupted(past, "g", book.append)
@@ -178,7 +178,7 @@ def test_what_was_live_is_buried_attempts_first(tmp_path: Path) -> None:
     assert past.live() == []
 
 
-def test_a_step_whose_entries_were_cut_short_is_undone_whole(tmp_path: Path) -> None:
+def test_a_step_whose_entries_are_incomplete_is_discarded_as_a_whole(tmp_path: Path) -> None:
     past = written(tmp_path / "l", [started(1), *stepped("g", 1)[:-2]])
     past.discard_after(0)
     assert (past.live(), past.discarded_groups()) == (["g"], ["g"])

@@ -147,7 +147,7 @@ def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) -> Non
     assert sum('"lifted"' in line for line in book) == 1
 
 
-def test_all_are_lifted(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_quarantines_are_lifted(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.group("worse", [Outcome.REWARD_ERROR, Outcome.REWARD_ERROR])
     assert main(["tasks", str(stage.dir), "--lift", "--all"]) == 0
     assert requested_lifts(stage.dir) == {"bad", "worse"}

@@ -354,7 +354,7 @@ def test_on_policy_every_gradient_is_reinforces(name):
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
-def test_branching_buys_no_credit(name):
+def test_branches_do_not_raise_the_weight_of_a_trajectory(name):
     """A trajectory's weight is the same in one row as in three."""
     rows, _ = make_case()
     weights, denominator = make_loss(settings_of(name)).aggregation(rows)
@@ -428,7 +428,7 @@ def test_dppo_is_finite_where_a_token_is_certain(name, certain):
         assert ((gradient == 0).numpy() == beyond).all()
 
 
-def test_with_one_step_a_batch_the_policy_is_the_one_at_the_cut():
+def test_with_one_optimiser_step_a_batch_the_policy_is_that_of_its_assembly():
     rows, logprobs = make_case()
     for row, pi in zip(rows, logprobs, strict=True):
         row.old = np.zeros(len(row.ids), np.float32)

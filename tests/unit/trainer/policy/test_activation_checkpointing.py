@@ -68,7 +68,7 @@ def kept(base: Path, rows: list[TrainingSequence], **settings: object) -> int:
 
 
 @pytest.mark.parametrize("prompt", [1, 60])
-def test_less_is_kept(base: Path, prompt: int) -> None:
+def test_checkpointing_keeps_fewer_activations(base: Path, prompt: int) -> None:
     rows = make_group(np.random.default_rng(1), size=4, prompt=prompt, replies=(120, 120))
     assert kept(base, rows, activation_checkpointing=True) < 0.2 * kept(base, rows)
 

@@ -97,7 +97,7 @@ def test_budgets_hold(rows, max_tokens, share):
 
 
 @given(batches())
-def test_sharing_only_ever_saves(rows):
+def test_sharing_prefixes_never_computes_more_tokens(rows):
     alone = prefix_batches(rows, 4096, share=False)
     assert all(not bundle.prefixes for bundle in alone)
     assert computed(alone) == sum(row.inputs for row in rows if row.mask.any())
@@ -134,7 +134,7 @@ def test_the_prefixes_of_a_bundle_are_bounded():
     assert len(beginnings(long)) == 1
 
 
-def test_little_in_common_is_not_worth_a_mask():
+def test_a_short_common_prefix_is_not_shared():
     rng = np.random.default_rng(0)
     rows = make_group(rng, size=4, prompt=20, replies=(300, 400))
     (bundle,) = prefix_batches(rows, 4096)
@@ -146,7 +146,7 @@ def test_little_in_common_is_not_worth_a_mask():
     st.integers(1, 90),
     st.integers(0, 60),
 )
-def test_the_cut_is_the_cheapest(lengths, max_tokens, overhead):
+def test_microbatches_have_the_least_cost(lengths, max_tokens, overhead):
     def cost(cuts):
         runs = [lengths[start:end] for start, end in cuts]
         if any(len(run) > 1 and len(run) * run[0] > max_tokens for run in runs):

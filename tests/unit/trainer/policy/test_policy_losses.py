@@ -156,7 +156,7 @@ def test_one_batch_is_one_step_of_the_schedule(base):
     assert policy.steps == 4
 
 
-def test_the_figures_of_a_batch_are_of_the_policy_at_the_cut(base):
+def test_the_metrics_of_a_batch_are_of_the_policy_at_its_assembly(base):
     settings = {"loss": {"name": "decoupled_ppo"}, "learning_rate": 0.05}
     policies = [Policy.load(base, TrainerSettings(**settings, minibatches=number)) for number in (1, 3)]
     rows = make_batch(policies[0])

@@ -42,7 +42,7 @@ def stand_in(tmp_path: Path, text: str = SERVER) -> Path:
     return python
 
 
-async def test_it_is_started_with_what_is_live_and_ready_when_it_is_well(
+async def test_sglang_starts_with_the_live_weights_and_is_ready_when_it_responds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/this/interpreter")
@@ -115,7 +115,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     assert gone(pid)
 
 
-async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     python = stand_in(tmp_path, "#!{python}\nraise SystemExit('no GPU here')\n")
     settings = EngineSettings(kind="sglang", python=python)
     server = SGLangServer(settings, lambda: (tmp_path, 0), tmp_path, "engine", 0)
@@ -125,7 +125,7 @@ async def test_one_that_does_not_start_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 @pytest.mark.parametrize("ignores", [False, True], ids=["", "ignores SIGTERM"])
-def test_a_tethered_program_ends_with_a_killed_parent(stopped: bool, ignores: bool) -> None:
+def test_a_program_run_by_parent_death_ends_with_a_killed_parent(stopped: bool, ignores: bool) -> None:
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if ignores else ""
     child = f"import signal, sys, time; {ignore}print('up', flush=True); time.sleep(600)"
     parent = (

@@ -127,7 +127,7 @@ async def test_an_error_in_what_is_whole_is_not_lost_by_a_cancellation() -> None
         await task
 
 
-async def test_unless_gives_up_the_wait_when_stopped() -> None:
+async def test_unless_stopped_cancels_the_wait() -> None:
     stop, cancelled = asyncio.Event(), []
 
     async def waited() -> int:
@@ -144,7 +144,7 @@ async def test_unless_gives_up_the_wait_when_stopped() -> None:
     assert cancelled == [True]
 
 
-async def test_unless_gives_the_result_and_raises_the_error() -> None:
+async def test_unless_stopped_returns_the_result_and_raises_the_error() -> None:
     async def five() -> int:
         return 5
 

@@ -207,7 +207,7 @@ async def test_without_engines_left_nothing_more_is_gathered() -> None:
 
 
 @pytest.mark.parametrize("url", ["http://no.such.host.invalid:1", "http://127.0.0.1:1"])
-async def test_one_that_no_group_can_be_made_with_is_noted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_without_a_process_group_is_noted(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that nobody knows, or a store that cannot be opened here: files are left."""
 
     def full(*_: Any, **__: Any) -> None:

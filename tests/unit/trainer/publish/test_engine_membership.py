@@ -183,7 +183,7 @@ async def running() -> AsyncIterator[World]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_who_joins_is_brought_to_what_is_live_and_to_every_version_after_it() -> None:
+async def test_a_joining_engine_gets_the_live_version_and_each_later_one() -> None:
     async with running() as world:
         await world.publish()
         await world.join("new", label="1")  # the label proves nothing: nobody knows its weights
@@ -206,7 +206,7 @@ async def test_a_version_that_became_live_meanwhile_is_loaded_before_it_serves()
         assert world.machines["new"].loads == [0, 1]
 
 
-async def test_who_left_gets_no_more_versions_and_may_join_again() -> None:
+async def test_an_engine_that_left_gets_no_versions_and_may_join_again() -> None:
     async with running() as world:
         await world.join("new")
         await world.until(lambda: world.serves("new"))
@@ -236,7 +236,7 @@ async def test_a_pinned_engine_keeps_its_version_until_it_is_released() -> None:
         assert world.machines["new"].loads == [0, 2]
 
 
-async def test_one_that_refuses_the_weights_is_refused_with_its_reason() -> None:
+async def test_an_engine_that_refuses_the_weights_is_refused_with_its_reason() -> None:
     async with running() as world:
         world.machines["new"] = Machine("default", fault=EngineError("its model is another one"))
         await world.join("new")
@@ -246,7 +246,7 @@ async def test_one_that_refuses_the_weights_is_refused_with_its_reason() -> None
 
 
 @pytest.mark.parametrize("sends", [False, True])
-async def test_one_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) -> None:
+async def test_an_engine_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) -> None:
     async with running() as world:
         world.publisher.sender = object() if sends else None  # type: ignore[assignment]
         world.machines["old"] = Machine(
@@ -259,7 +259,7 @@ async def test_one_whose_tokens_could_not_be_trained_on_is_refused(sends: bool) 
         assert world.engines.urls() == ["own"]
 
 
-async def test_one_that_is_not_up_yet_is_waited_for_and_no_longer_than_the_patience() -> None:
+async def test_an_engine_that_has_not_started_is_retried_until_a_limit() -> None:
     async with running() as world:
         world.machines["new"] = Machine("default", alive=False)
         await world.join("new")
@@ -272,7 +272,7 @@ async def test_one_that_is_not_up_yet_is_waited_for_and_no_longer_than_the_patie
         await world.until(lambda: "engine never is rejected: nobody there" in world.notes)
 
 
-async def test_one_that_cannot_read_the_weights_is_sent_them_at_the_next_publish() -> None:
+async def test_an_engine_that_cannot_read_the_weights_is_sent_them_at_the_next_publish() -> None:
     class Sends:
         takes: frozenset[str] = frozenset({"own"})
 
@@ -317,7 +317,7 @@ async def test_an_own_engine_that_comes_back_elsewhere_is_exchanged() -> None:
         assert world.rows.keys() == {"elsewhere"}, "who left is not brought back"
 
 
-async def test_one_that_came_back_with_older_weights_is_brought_to_the_live_ones() -> None:
+async def test_an_engine_that_returned_with_older_weights_gets_the_live_ones() -> None:
     async with running() as world:
         await world.join("new")
         await world.until(lambda: world.serves("new"))
@@ -328,7 +328,7 @@ async def test_one_that_came_back_with_older_weights_is_brought_to_the_live_ones
         assert world.machines["new"].loads == [0, 1, 1]
 
 
-async def test_one_out_of_service_waits_in_the_gateway_and_is_tried_at_the_next_publish() -> None:
+async def test_an_engine_out_of_service_is_tried_at_the_next_publish() -> None:
     async with running() as world:
         await world.join("new")
         await world.until(lambda: world.serves("new"))

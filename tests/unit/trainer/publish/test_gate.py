@@ -53,7 +53,7 @@ async def test_unfinished_conversations_beyond_the_bound_are_counted(rows: list[
     assert await gate([rows]).lost_share(5) == pytest.approx(lost)
 
 
-async def test_it_opens_when_enough_conversations_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_gate_opens_when_enough_conversations_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_S", 0.0)
     stale, fresh = ("live", 0), ("live", 5)
     listings = [[stale, stale, fresh], GatewayError("it restarts"), [stale, fresh]]
@@ -63,7 +63,7 @@ async def test_it_opens_when_enough_conversations_have_ended(monkeypatch: pytest
     assert listings == [[stale, fresh]], "it was asked until half of them were fresh"
 
 
-async def test_the_end_of_the_run_opens_it() -> None:
+async def test_the_end_of_the_run_opens_the_gate() -> None:
     closed = gate([[("live", 0)]])
     waiting = asyncio.create_task(closed.wait(5))
     await cast(Listing, closed.gateway).asked.wait()
@@ -75,12 +75,12 @@ async def test_the_end_of_the_run_opens_it() -> None:
 
 
 @pytest.mark.parametrize(("share", "bound"), [(None, 2), (0.0, None)])
-async def test_without_share_or_bound_it_is_open(share: float | None, bound: int | None) -> None:
+async def test_without_a_share_or_a_bound_the_gate_is_open(share: float | None, bound: int | None) -> None:
     async with asyncio.timeout(10):
         await gate([[("live", 0)]], share, bound).wait(5)
 
 
-async def test_it_opens_after_its_longest_wait() -> None:
+async def test_the_gate_opens_after_its_longest_wait() -> None:
     closed = gate([[("live", 0)]], longest_s=0.01)
     async with asyncio.timeout(10):
         await closed.wait(5)

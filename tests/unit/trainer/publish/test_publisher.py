@@ -114,7 +114,9 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
     return Stage(publisher, doomed, quarantined, restored, urls)
 
 
-async def test_the_moves_in_their_order_on_every_engine(stage: Stage, engines: list[ControlEngine]) -> None:
+async def test_a_publish_makes_its_control_calls_in_order_on_every_engine(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
     await stage.publisher.publish(1)
     assert [engine.calls for engine in engines] == [MOVES, MOVES]
     assert [engine.version for engine in engines] == ["1", "1"]
@@ -211,7 +213,7 @@ async def test_an_engine_out_of_service_comes_back_at_the_next_publish_that_it_a
     assert len(stage.restored) == 1, "it is in service again"
 
 
-async def test_one_that_answers_and_fails_again_stays_out_of_service(
+async def test_an_engine_that_responds_and_fails_again_stays_out_of_service(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
     engines[0].broken["update_weights_from_disk"] = [400, 503]

@@ -31,7 +31,7 @@ def test_a_dead_letter_has_the_messages_and_the_error_of_each_attempt(tmp_path: 
     assert (second["task"], second["group"], second["slot"]) == ("t2", "g7", 3)
 
 
-def test_a_task_that_no_message_could_carry_has_its_letter(tmp_path: Path) -> None:
+def test_a_task_that_cannot_be_serialised_has_a_dead_letter(tmp_path: Path) -> None:
     """Half of a surrogate pair, and a number of more than 64 bits."""
     letters = DeadLetters(tmp_path)
     asked = [{"role": "user", "content": "a \ud800 é", "number": 10**30}]
@@ -40,7 +40,7 @@ def test_a_task_that_no_message_could_carry_has_its_letter(tmp_path: Path) -> No
     assert letter["messages"] == [{"role": "user", "content": "a ? é", "number": 10**30}]
 
 
-def test_a_letter_that_was_cut_short_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+def test_a_torn_dead_letter_does_not_damage_the_next_one(tmp_path: Path) -> None:
     task = Task("t1", "arithmetic", [])
     DeadLetters(tmp_path).write(task, "g1", 0, [])
     path = DeadLetters(tmp_path).path

@@ -207,7 +207,7 @@ async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
     assert max(tries.values()) == stage.core.rules.max_attempts
 
 
-async def test_a_task_that_is_given_up_leaves_one_letter_that_says_why(make: Callable[..., Stage]) -> None:
+async def test_a_quarantined_task_has_one_dead_letter_with_the_reason(make: Callable[..., Stage]) -> None:
     stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001" in name else Outcome.COMPLETED))
     await stage.until(lambda: len(stage.script.sealed) == 2)
     ((task, group, slot, attempts, entered),) = stage.script.letters
@@ -305,7 +305,7 @@ async def test_a_gateway_that_is_away_is_an_infra_error_of_the_attempt(make: Cal
     }  # fmt: skip
 
 
-async def test_doomed_groups_end_stale_and_their_generations_are_aborted(make: Callable[..., Stage]) -> None:
+async def test_groups_that_a_publish_makes_stale_end_and_are_aborted(make: Callable[..., Stage]) -> None:
     stage = make(Script(hold=asyncio.Event()))
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: len(stage.script.opened) == 4)
