@@ -32,6 +32,34 @@ async def test_an_episode_shows_its_output_the_gold_answer_and_the_reward_parts(
         clean(page, url)
 
 
+async def test_a_group_that_became_stale_before_a_batch_can_be_opened(port: int, url: str) -> None:
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/episodes?kind=stale")
+        await page.until("document.querySelectorAll('main tbody tr').length === 2")
+        await page.press("j", "Enter")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 0')")
+        assert await page.look(HASH) == "#/stale/group/g3-late/episode/0"
+        await page.press("]")
+        await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 1')")
+        await page.press("u")
+        await page.until("document.querySelectorAll('.member').length === 2")
+        why = await page.look("document.querySelector('.why-dropped').textContent")
+        assert why.startswith("The group became stale before the trainer fetched it for a batch")
+        await page.press("u")
+        await page.until("document.querySelector('h1')?.textContent === 'Episodes'")
+        clean(page, url)
+
+
+async def test_the_output_stands_beside_the_gold_answer(port: int, url: str) -> None:
+    tops = "[...document.querySelector('.result').children].map(one => one.getBoundingClientRect().top)"
+    async with chromium.page(port) as page:
+        await page.open(f"{url}/#/step/2/group/g2-good/episode/0")
+        await page.until("document.querySelector('.result')")
+        output, gold = await page.look(tops)
+        assert output == gold
+        clean(page, url)
+
+
 async def test_calls_of_tools_stand_in_the_timeline(port: int, url: str) -> None:
     async with chromium.page(port) as page:
         await page.open(f"{url}/#/step/2/group/g2-good/episode/1")

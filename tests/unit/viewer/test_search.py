@@ -219,3 +219,14 @@ def test_a_ledger_without_solve_counts_has_no_rates(tmp_path: Path) -> None:
         answer = client.get("/api/tasks").json()
         assert answer["chart"] is None
         assert {one["rate"] for one in answer["tasks"]} == {None}
+
+
+def test_episodes_that_became_stale_before_a_batch_are_found_with_their_group(client: TestClient) -> None:
+    found = client.get("/api/episodes", params={"kind": "stale"}).json()
+    assert [(one["group"], one["slot"], one["state"]) for one in found["episodes"]] == [
+        ("g3-late", 0, "stale"), ("g3-late", 1, "stale"),
+    ]  # fmt: skip
+    group = client.get("/api/group", params={"kind": "stale", "id": "g3-late"}).json()
+    assert ([one["reward"] for one in group["members"]], group["state"]) == ([0.0, 1.0], "stale")
+    one = client.get("/api/episode", params={"kind": "stale", "line": 1}).json()
+    assert one["turns"][0]["reasons"] == [["stale", one["turns"][0]["sampled"]]]

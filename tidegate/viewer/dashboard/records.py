@@ -14,8 +14,11 @@ from tidegate.errors import TidegateError
 from tidegate.viewer.dashboard.tail import goes_on, json_object, whole_lines
 from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, printable
 
-Kind = Literal["step", "eval", "failed"]
+Kind = Literal["step", "eval", "failed", "stale"]
+"""`failed` and `stale`: episodes that failed, or became stale, before the trainer fetched their group."""
 
+ONE_FILE = {"failed": "failed episodes", "stale": "stale episodes"}
+"""Kinds with one file for the whole run, and its name in messages."""
 MOST_SUMMARIES = 400_000
 """Maximum over all files; the least recently used file is dropped first."""
 MOST_RECORDS = 32
@@ -202,15 +205,15 @@ class Records:
             return file.summaries[line], self._read[key]
 
     def numbers(self, kind: Kind) -> list[int]:
-        """Returns the steps for which there is a file, in order; of failed episodes, step 0."""
-        if kind == "failed":
-            return [0] if (self._directory / "failed.jsonl").exists() else []
+        """Returns the steps for which there is a file, in order; 0 for failed and stale episodes."""
+        if kind in ONE_FILE:
+            return [0] if (self._directory / f"{kind}.jsonl").exists() else []
         steps = (path.stem.removeprefix(f"{kind}_") for path in self._directory.glob(f"{kind}_*.jsonl"))
         return sorted(int(step) for step in steps if step.isdigit())
 
     def _file(self, kind: Kind, number: int) -> RecordFile:
-        name = "failed.jsonl" if kind == "failed" else f"{kind}_{number:06d}.jsonl"
-        names = {"failed": "failed episodes", "eval": f"evaluation at step {number}"}
+        name = f"{kind}.jsonl" if kind in ONE_FILE else f"{kind}_{number:06d}.jsonl"
+        names = {**ONE_FILE, "eval": f"evaluation at step {number}"}
         file = self._files.get(name) or RecordFile(self._directory / name, names.get(kind, f"step {number}"))
         file.refresh()
         self._files[name] = file

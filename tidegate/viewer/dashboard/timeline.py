@@ -128,7 +128,8 @@ def _episodes(
     evaluated = [number for number in run.records.numbers("eval") if first <= number <= last]
     files: list[tuple[Kind, int]] = [("step", number) for number in steps]
     files += [("eval", number) for number in evaluated]
-    files += [("failed", number) for number in run.records.numbers("failed")]
+    unfetched: tuple[Kind, ...] = ("failed", "stale")
+    files += [(kind, number) for kind in unfetched for number in run.records.numbers(kind)]
     found, read, size, omitted = [], 0, 0, 0
     for kind, number in files:
         file = run.records.file(kind, number)

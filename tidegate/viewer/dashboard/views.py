@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
 
@@ -198,10 +198,10 @@ def _least(values: Iterable[int | None]) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def group(run: FollowedRun, step: Number, id: str) -> Wire:
+def group(run: FollowedRun, id: str, step: Number = 0, kind: Literal["step", "stale"] = "step") -> Wire:
     """Returns a group with its members, its ledger entry and its neighbours in the file."""
     run.refresh()
-    file = run.records.file("step", step)
+    file = run.records.file(kind, step)
     members = file.group(id)
     ended = run.state_of(members[0])
     names = list(file.groups)

@@ -37,6 +37,9 @@ function view([first, ...rest]) {
   if (first === "settings") return () => settingsPage(main);
   if (first === "evaluations") return one === "task" ? () => taskPage(main, two ?? "") : () => evaluationsPage(main);
   if (first === "failures") return one === "episode" && digits(two) !== null ? () => failedPage(main, digits(two)) : () => failuresPage(main);
+  if (first === "stale" && one === "group" && two !== undefined) {
+    return three === "episode" && digits(four) !== null ? () => memberPage(main, null, two, digits(four)) : () => groupPage(main, null, two, state.bound);
+  }
   const step = digits(one);
   if (step === null) return null;
   if (first === "eval" && two === "episode" && digits(three) !== null) return () => evalEpisodePage(main, step, digits(three));
@@ -48,7 +51,7 @@ function view([first, ...rest]) {
   return () => groupPage(main, step, three, state.bound);
 }
 
-const PAGES = { processes: "#/processes", metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", service: "#/service", settings: "#/settings" };
+const PAGES = { processes: "#/processes", metrics: "#/metrics", distributions: "#/distributions", timeline: "#/timeline", tasks: "#/tasks", episodes: "#/episodes", steps: "#/steps", step: "#/steps", evaluations: "#/evaluations", eval: "#/evaluations", failures: "#/failures", stale: "#/episodes", service: "#/service", settings: "#/settings" };
 
 async function show({ keepPlace = false } = {}) {
   const mine = ++turn;

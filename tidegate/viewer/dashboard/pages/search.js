@@ -1,7 +1,7 @@
 // Search over the episodes of the run; what is searched for stands in the address.
 import { ask, h, link, more, place, plural, rewardTone, brief, stateTag, tag, whole } from "./dom.js";
 
-const KINDS = { step: "training", eval: "evaluations", failed: "failed attempts" };
+const KINDS = { step: "training", eval: "evaluations", failed: "failed attempts", stale: "stale groups" };
 const OUTCOMES = ["completed", "truncated", "agent_error", "infra_error", "reward_error", "timeout", "cancelled", "unrewarded"];
 const STATES = ["trained", "stepped", "filtered", "stale", "cancelled", "abandoned"];
 const HEADS = [["episode"], ["reward"], ["state"], ["turns", "number"], ["tokens", "number"], ["task and prompt"]];
@@ -12,17 +12,18 @@ export const promptLine = (text) => (text ? h("span", { class: "prompt", title: 
 
 function hrefOf(kind, one) {
   if (kind === "failed") return link(["failures", "episode", one.line]);
+  if (kind === "stale") return link(["stale", "group", one.group, "episode", one.line]);
   if (kind === "eval") return link(["eval", one.step, "episode", one.line]);
   return one.group ? link(["step", one.step, "group", one.group, "episode", one.line]) : link(["step", one.step, "episode", one.line]);
 }
 
 function row(kind, one) {
   const slot = one.slot === null ? "" : ` · slot ${one.slot}`;
-  const where = { step: `step ${one.step} · ${one.group}${slot}`, eval: `step ${one.step} · ${one.eval_set || "held out"}, ${one.mode}`, failed: one.attempt || `episode ${one.line}` }[kind];
+  const where = { step: `step ${one.step} · ${one.group}${slot}`, eval: `step ${one.step} · ${one.eval_set || "held out"}, ${one.mode}`, failed: one.attempt || `episode ${one.line}`, stale: `${one.group}${slot}` }[kind];
   return h("tr", {},
     h("th", { scope: "row" }, h("a", { href: hrefOf(kind, one), "data-row": true }, where)),
     h("td", {}, one.reward === null ? tag(one.outcome, "bad") : tag(brief(one.reward), rewardTone(one.reward))),
-    h("td", {}, kind === "step" ? stateTag(one.state) : null, one.outcome === "truncated" ? tag("truncated", "sand") : null),
+    h("td", {}, kind === "step" || kind === "stale" ? stateTag(one.state) : null, one.outcome === "truncated" ? tag("truncated", "sand") : null),
     h("td", { class: "number" }, whole(one.turns)), h("td", { class: "number" }, whole(one.tokens)),
     h("td", { class: "said-in-list" }, one.task, promptLine(one.prompt)));
 }

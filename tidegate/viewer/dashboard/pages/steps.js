@@ -133,32 +133,41 @@ function lostTable(entry) {
 }
 
 // Why a group was not trained on, in a sentence; null where it was.
-function whyDropped(group, bound) {
+function whyDropped(group, bound, step) {
   if (group.state === "filtered") {
     const rewards = [...new Set(group.members.map((one) => one.reward))];
     const alike = rewards.length === 1 && rewards[0] !== null ? `All ${whole(group.members.length)} rewards are ${number(rewards[0], 3)}` : "The rewards do not differ enough";
     return `${alike}: compared with their mean, no episode is better than another. The group gives no signal and was not trained on.`;
   }
   if (group.state !== "stale") return null;
+  const replaced = group.ledger?.replaced_by ? `; ${group.ledger.replaced_by} replaced it` : "";
+  if (step === null) return `The group became stale before the trainer fetched it for a batch (trainer.max_staleness${bound === null || bound === undefined ? "" : ` = ${bound}`}). It was not trained on${replaced}.`;
   const oldest = group.ledger?.oldest ?? group.oldest;
   const age = group.staleness === null ? null : `When the batch was assembled, the oldest sampled token (of version ${oldest ?? "unknown"}) was ${plural(group.staleness, "version")} behind the trainer`;
   const limit = bound === null || bound === undefined ? "the bound" : `the bound of ${bound}`;
-  return `${age ?? "When the batch was assembled, its oldest sampled token was too old"}: more than ${limit} (trainer.max_staleness). The group was not trained on${group.ledger?.replaced_by ? `; ${group.ledger.replaced_by} replaced it` : ""}.`;
+  return `${age ?? "When the batch was assembled, its oldest sampled token was too old"}: more than ${limit} (trainer.max_staleness). The group was not trained on${replaced}.`;
 }
 
+const STALE = link(["episodes"], { kind: "stale" });
+
+// Where a group is: in a step's file, or, without a step, among those that became stale before a batch.
+const source = (step) => (step === null ? { kind: "stale" } : { kind: "step", step });
+const groupAt = (step) => (step === null ? ["stale", "group"] : ["step", step, "group"]);
+const trailTo = (step) => (step === null ? [["Stale episodes", STALE]] : [["Steps", "#/steps"], [`Step ${step}`, link(["step", step])]]);
+
 export async function groupPage(main, step, id, bound) {
-  const group = await ask("group", { step, id });
-  const addresses = group.members.map((one) => ({ kind: "step", step, line: one.line, budget: 1500 }));
+  const group = await ask("group", { ...source(step), id });
+  const addresses = group.members.map((one) => ({ ...source(step), line: one.line, budget: 1500 }));
   const episodes = await Promise.all(addresses.map((address) => ask("episode", address)));
   const entries = episodes.map((one, index) => ({
     one, address: addresses[index], title: one.slot === null ? `Episode ${one.line}` : `Slot ${one.slot}`,
-    href: link(["step", step, "group", id, "episode", one.line]),
+    href: link([...groupAt(step), id, "episode", one.line]),
   }));
   const { element, show } = sideBySide(entries);
   const entry = group.ledger;
-  const other = (name) => (name ? link(["step", step, "group", name]) : null);
+  const other = (name) => (name ? link([...groupAt(step), name]) : null);
   main.replaceChildren(
-    crumbs([["Steps", "#/steps"], [`Step ${step}`, link(["step", step])], [id, null]]),
+    crumbs([...trailTo(step), [id, null]]),
     h("div", { class: "heading" }, h("h1", {}, id, h("small", {}, ` of ${group.task}`)), stateTag(group.state), rewardBars(group.members), neighbours(other(group.before), other(group.after), "group")),
     facts([
       ["mean reward", number(group.mean, 3)],
@@ -169,18 +178,18 @@ export async function groupPage(main, step, id, bound) {
       ["tokens", `${number(group.tokens, 1)} an episode`],
       ["replaces", entry?.replaces || null], ["replaced by", entry?.replaced_by || null],
     ]),
-    ...[whyDropped(group, bound)].filter(Boolean).map((why) => h("div", { class: "card banner why-dropped" }, h("p", {}, why))),
+    ...[whyDropped(group, bound, step)].filter(Boolean).map((why) => h("div", { class: "card banner why-dropped" }, h("p", {}, why))),
     lostTable(entry), element);
-  main.dataset.up = link(["step", step]);
+  main.dataset.up = step === null ? STALE : link(["step", step]);
   show();
 }
 
 export async function memberPage(main, step, id, line) {
-  const group = id === null ? null : await ask("group", { step, id });
+  const group = id === null ? null : await ask("group", { ...source(step), id });
   const lines = group?.members.map((one) => one.line) ?? [];
   const at = lines.indexOf(line);
-  const to = (other) => (other === undefined ? null : link(["step", step, "group", id, "episode", other], Object.fromEntries(place().query)));
-  const up = id === null ? link(["step", step]) : link(["step", step, "group", id], { by: place().query.get("by") });
-  const trail = [["Steps", "#/steps"], [`Step ${step}`, link(["step", step])], ...(id === null ? [] : [[id, up]])];
-  await episodePage(main, trail, { kind: "step", step, line }, up, { before: to(lines[at - 1]), after: at < 0 ? null : to(lines[at + 1]) });
+  const to = (other) => (other === undefined ? null : link([...groupAt(step), id, "episode", other], Object.fromEntries(place().query)));
+  const up = id === null ? link(["step", step]) : link([...groupAt(step), id], { by: place().query.get("by") });
+  const trail = [...trailTo(step), ...(id === null ? [] : [[id, up]])];
+  await episodePage(main, trail, { ...source(step), line }, up, { before: to(lines[at - 1]), after: at < 0 ? null : to(lines[at + 1]) });
 }

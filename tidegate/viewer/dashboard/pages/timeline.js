@@ -42,6 +42,7 @@ function packed(episodes) {
 
 function hrefOf(one) {
   if (one.kind === "failed") return link(["failures", "episode", one.line]);
+  if (one.kind === "stale") return link(["stale", "group", one.group, "episode", one.line]);
   if (one.kind === "eval") return link(["eval", one.step, "episode", one.line]);
   return link(["step", one.step, "group", one.group, "episode", one.line]);
 }
@@ -50,7 +51,7 @@ function lanes(found, rows, across, top) {
   return rows.filter(({ lane }) => lane < MOST_LANES).map(({ one, lane, start, end }) => {
     const y = top + lane * LANE;
     const bar = (from, to, height, attributes) => shape("rect", { x: across(from), width: Math.max(0.8, across(to) - across(from)), y: y + (LANE - height) / 2, height, ...attributes });
-    const told = `${one.group || one.task}, ${one.reward === null ? one.outcome : `reward ${brief(one.reward)}`}, ${one.kind === "step" ? `batch of step ${one.step}` : one.kind === "eval" ? "evaluation" : "failed"}`;
+    const told = `${one.group || one.task}, ${one.reward === null ? one.outcome : `reward ${brief(one.reward)}`}, ${one.kind === "step" ? `batch of step ${one.step}` : one.kind === "eval" ? "evaluation" : one.kind}`;
     return titled(shape("a", { href: hrefOf(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "thread" }),
       ...one.calls.map(([from, to, version, name]) => titled(bar(from, to, 5, { class: `area ${name ? "sand" : toneOf(version)}` }), `${name || `version ${version ?? "unknown"}`}, ${seconds(to - from)}; ${told}`))), told);
   });
