@@ -304,6 +304,10 @@ class Trajectory:
     """Name of the project key whose client ran the episode; None if the trainer issued it."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Calls of the environment's tools, in the order in which they ended."""
+    reward_started: float = 0.0
+    """Unix time at which the environment service was called for the rewards; 0 if it was not."""
+    reward_seconds: float = 0.0
+    """Duration of that call, with its time in the service's queue."""
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """Returns the whole prompt of a turn, from its root; shape [prompt]."""

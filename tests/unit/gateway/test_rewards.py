@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,6 +53,16 @@ async def test_the_environment_wins_over_the_agent_and_both_are_kept() -> None:
     one = await ended(Rewarding(lambda: Scored(0.5, {"exact": 1, "form": 0.0})), claimed=1)
     assert (one.reward, one.agent_reward, one.outcome) == (0.5, 1.0, Outcome.COMPLETED)
     assert one.reward_parts == {"exact": 1.0, "form": 0.0}
+
+
+@pytest.mark.parametrize("what", [lambda: Scored(0.5, {"exact": 1}), lambda: 1 / 0])
+async def test_the_time_of_the_rewards_is_recorded_also_if_they_fail(what: Callable[[], Any]) -> None:
+    before = time.time()
+    one = await ended(Rewarding(what))
+    assert before <= one.reward_started <= one.reward_started + one.reward_seconds <= time.time() + 0.1
+    assert one.reward_seconds > 0
+    without = await ended(None, claimed=1)
+    assert (without.reward_started, without.reward_seconds) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("rewarder", [None, Rewarding(lambda: 1 / 0, names=())])

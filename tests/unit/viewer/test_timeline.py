@@ -33,7 +33,7 @@ def write_timed_run(run_dir: Path) -> Writer:
     """Steps 1 to 3 of ten seconds each: 4 s of waiting, 3 s of update, 1 s of publish, 2 s of evaluation.
 
     Each trains on a group whose two episodes make a call of 2 s, use a tool for 1 s, and make a call of 1 s,
-    from 8 s before the step's update on.
+    from 8 s before the step's update on; the rewards of step 3's take 0.5 s.
     """
     run = Writer(run_dir)
     phases = {"time/step": 10.0, "time/wait_for_batch": 4.0, "time/update": 3.0, "time/publish": 1.0}
@@ -48,8 +48,9 @@ def write_timed_run(run_dir: Path) -> Writer:
                 run.turn(1, 0, "\ntool 7\n", "#### 7", started=at + 3.0, seconds=1.0, version_spans=version),
             ]
             tool = ToolCall("add", {}, "7", False, 0, at + 2.0, 1.0)
+            timed = {"reward_started": at + 4.0, "reward_seconds": 0.5} if step == 3 else {}
             episodes.append(
-                run.trajectory(f"g{step}", slot, turns, float(slot), seconds=4.0, tool_calls=[tool])
+                run.trajectory(f"g{step}", slot, turns, float(slot), seconds=4.0, tool_calls=[tool], **timed)
             )
         batch = Batch(
             BatchSelection(step, [f"g{step}"], [0]), [Group(f"g{step}", "t", episodes)], [], 4.0, 0.1
@@ -108,17 +109,21 @@ def test_publishes_and_episodes_of_the_window(client: TestClient) -> None:
     found = ask(client, step=2, span=1)
     assert [(one["at"], one["version"]) for one in found["publishes"]] == [(7, 2)]
     assert [(one["group"], one["step"]) for one in found["episodes"]] == [("g3", 3), ("g3", 3)]
-    assert found["episodes"][0]["calls"] == [[6, 8, 3, ""], [9, 10, 3, ""], [8, 9, None, "add"]]
+    assert found["episodes"][0]["calls"] == [
+        [6, 8, 3, "", "engine"], [9, 10, 3, "", "engine"], [8, 9, None, "add", "tools"],
+        [10, 10.5, None, "rewards", "rewards"],
+    ]  # fmt: skip
     assert found["omitted"] == 0
 
 
 def test_the_load_adds_up_to_the_episodes_that_run(client: TestClient) -> None:
     found = ask(client, span=3)
     load = {one["name"]: [value for _, value in one["points"]] for one in found["load"]}
-    assert list(load) == ["version 2", "version 3", "tools", "between calls"]
+    assert list(load) == ["version 2", "version 3", "tools", "rewards", "between calls"]
     width = 30 / BINS
     assert sum(load["version 2"]) * width == pytest.approx(6.0, rel=0.01)
     assert sum(load["tools"]) * width == pytest.approx(4.0, rel=0.01)
+    assert sum(load["rewards"]) * width == pytest.approx(1.0, rel=0.01)
     assert max(load["version 2"]) == 2
     assert max(load["between calls"]) == 0
 

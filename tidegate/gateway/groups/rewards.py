@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,9 +70,13 @@ class Scorer:
                 raise RewardError(f"environment {trajectory.env!r} cannot score a session without a task")
             session = trajectory.session_id
             call = functools.partial(self._environments.score, session, task, trajectory)
-            scored = await (
-                call() if once else retry_while_unavailable(call, f"the reward of session {session}")
-            )
+            trajectory.reward_started, began = time.time(), time.monotonic()
+            try:
+                scored = await (
+                    call() if once else retry_while_unavailable(call, f"the reward of session {session}")
+                )
+            finally:
+                trajectory.reward_seconds = time.monotonic() - began
             trajectory.reward = scored.reward
             trajectory.reward_parts |= scored.parts
             trajectory.metrics |= scored.metrics

@@ -105,7 +105,10 @@ def read_ending(row: str, loop_offset: float) -> SessionResult:
     return SessionResult(**ending)
 
 
-_RESULT = ("reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds")
+_RESULT = (
+    "reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds", "reward_started",
+    "reward_seconds",
+)  # fmt: skip
 
 
 def result_row(trajectory: Trajectory) -> str:

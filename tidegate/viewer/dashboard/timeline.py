@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,20 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
-    """A call of an engine or a tool, in Unix seconds; `version` is that of the last token, None of a tool."""
+    """A call of an engine, a tool or the rewards, in Unix seconds.
+
+    Attributes:
+        start: Start.
+        end: End.
+        version: Version of the last token that an engine sampled; None if unknown, and for other calls.
+        part: What was called.
+        name: Name of the tool, or `rewards`; empty for an engine.
+    """
 
     start: float
     end: float
     version: int | None
+    part: Literal["engine", "tools", "rewards"]
     name: str
 
 
@@ -154,28 +163,30 @@ def _within(episode: EpisodeSummary, window: Interval) -> bool:
 
 
 def calls_of(record: Mapping[str, Any]) -> Iterator[TimedCall]:
-    """Yields the calls of a record that have times, of engines and of the environment's tools."""
+    """Yields the calls of a record that have times: of engines, the environment's tools, and rewards."""
     for turn in mappings(record.get("turns")):
         start, seconds = known(turn.get("started")), known(turn.get("seconds"))
         if start and seconds is not None:
             versions = [version for version, _, _ in spans_of(turn)]
-            yield TimedCall(start, start + seconds, versions[-1] if versions else None, "")
+            yield TimedCall(start, start + seconds, versions[-1] if versions else None, "engine", "")
     for call in mappings(record.get("tool_calls")):
         start, seconds = known(call.get("started")), known(call.get("seconds"))
         if start and seconds is not None:
-            yield TimedCall(start, start + seconds, None, printable(call.get("name") or "tool"))
+            yield TimedCall(start, start + seconds, None, "tools", printable(call.get("name") or "tool"))
+    start, seconds = known(record.get("reward_started")), known(record.get("reward_seconds"))
+    if start and seconds is not None:
+        yield TimedCall(start, start + seconds, None, "rewards", "rewards")
 
 
 def _load(episodes: Sequence[TimedEpisode], window: Interval) -> list[dict[str, Any]]:
-    """Returns how many episodes were in a call of each policy version, in a tool, and between two calls."""
+    """Returns how many episodes were in a call of each version, a tool, rewards, and between calls."""
     parts: dict[str, list[Interval]] = {}
     for one in episodes:
         for call in one.calls:
             unknown = "?" if call.version is None else call.version
-            parts.setdefault("tools" if call.name else f"version {unknown}", []).append(
-                (call.start, call.end)
-            )
-    names = sorted(parts, key=lambda name: (name == "tools", len(name), name))
+            part = f"version {unknown}" if call.part == "engine" else call.part
+            parts.setdefault(part, []).append((call.start, call.end))
+    names = sorted(parts, key=lambda name: (name == "rewards", name == "tools", len(name), name))
     curves = {name: concurrency(parts[name], window) for name in names}
     running = concurrency([(one.start, one.end) for one in episodes], window)
     busy = sum(curves.values(), start=np.zeros(BINS))
@@ -220,7 +231,7 @@ def _to_wire(one: TimedEpisode, origin: float) -> dict[str, Any]:
         "kind": one.kind, "step": one.step, "line": one.summary.line, "group": one.summary.group,
         "task": one.summary.task, "outcome": one.summary.outcome, "reward": one.summary.reward,
         "calls": [
-            [round(call.start - origin, 3), round(call.end - origin, 3), call.version, call.name]
+            [round(call.start - origin, 3), round(call.end - origin, 3), call.version, call.name, call.part]
             for call in one.calls
         ],
     }  # fmt: skip

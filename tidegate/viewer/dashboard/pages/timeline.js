@@ -10,7 +10,7 @@ const SPANS = [1, 3, 10];
 const PHASES = { "wait for groups": "waiting", "wait for teacher": "waiting", update: "accent", "publish gate": "warn", publish: "sand", promotion: "sand", evaluation: "good", other: "ink" };
 
 const toneOf = (version) => (version === null ? "muted" : `r${version % 6}`);
-const toneOfCurve = (name) => (name === "tools" ? "sand" : name === "between calls" ? "ink" : toneOf(Number.isNaN(Number(name.slice(8))) ? null : Number(name.slice(8))));
+const toneOfCurve = (name) => (name === "tools" ? "sand" : name === "rewards" ? "good" : name === "between calls" ? "ink" : toneOf(Number.isNaN(Number(name.slice(8))) ? null : Number(name.slice(8))));
 const seconds = (value) => `${number(value, value < 10 ? 2 : 1)} s`;
 
 function loadChart(found) {
@@ -53,7 +53,7 @@ function lanes(found, rows, across, top) {
     const bar = (from, to, height, attributes) => shape("rect", { x: across(from), width: Math.max(0.8, across(to) - across(from)), y: y + (LANE - height) / 2, height, ...attributes });
     const told = `${one.group || one.task}, ${one.reward === null ? one.outcome : `reward ${brief(one.reward)}`}, ${one.kind === "step" ? `batch of step ${one.step}` : one.kind === "eval" ? "evaluation" : one.kind}`;
     return titled(shape("a", { href: hrefOf(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "thread" }),
-      ...one.calls.map(([from, to, version, name]) => titled(bar(from, to, 5, { class: `area ${name ? "sand" : toneOf(version)}` }), `${name || `version ${version ?? "unknown"}`}, ${seconds(to - from)}; ${told}`))), told);
+      ...one.calls.map(([from, to, version, name, part]) => titled(bar(from, to, 5, { class: `area ${part === "engine" ? toneOf(version) : toneOfCurve(part)}` }), `${name || `version ${version ?? "unknown"}`}, ${seconds(to - from)}; ${told}`))), told);
   });
 }
 
