@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-clients test-sglang test-vllm docs test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -71,6 +71,19 @@ test-clients: install $(CLIENTS:%=.venvs/%/.installed) .venvs/node/.installed  #
 	@npm install --prefix $(@D) --no-audit --no-fund --loglevel=error
 	@touch $@
 
+# Other versions of Python, without torch: PYTHONS="3.13" for one of them.
+PYTHONS ?= 3.12 3.13
+test-pythons: $(PYTHONS:%=test-python-%)  ## gateway, agents and settings with other versions of Python (minutes)
+test-python-%: .venvs/python%/.installed
+	$(<D)/bin/python -m pytest -p no:cacheprovider $(PYTHON_TESTS)
+PYTHON_TESTS := tests/unit/gateway tests/unit/agents tests/unit/test_config.py
+
+.venvs/python%/.installed: requirements/pythons.txt pyproject.toml
+	@echo "Installing into $(@D) ..."
+	@python$* -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
 SGLANG := .venvs/sglang
 $(SGLANG)/.installed: requirements/sglang-cpu.txt requirements/sglang-cpu-alone.txt $(wildcard tests/sglang/standins/*)
 	@test -d $(SGLANG) || $(PYTHON) -m venv $(SGLANG)
@@ -110,6 +123,13 @@ docs: install $(DOCS)/.installed  ## the documentation site, in build/site/html
 	@! grep '^griffe' build/site/log
 	@$(BIN)/python -m docs.site.llms
 	@echo "build/site/html; to read it: python3 -m http.server --directory build/site/html"
+
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+docs-release: install $(DOCS)/.installed  ## the site of VERSION beside those of other versions, in build/site/versions
+	@mkdir -p build/site
+	@$(BIN)/python -m docs.site.release $(VERSION) $(DOCS)/bin/zensical > build/site/log 2>&1 || { cat build/site/log; exit 1; }
+	@! grep '^griffe' build/site/log
+	@tail -1 build/site/log
 
 .venvs/site/.installed: requirements/site.txt | install
 	@echo "Installing into $(@D) ..."

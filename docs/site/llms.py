@@ -41,8 +41,8 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[.!?])\s", plain)[0] if re.match(r"[A-Z`]", plain) else ""
 
 
-def llms_text() -> str:
-    """Returns the content of llms.txt."""
+def llms_text(site_url: str) -> str:
+    """Returns the content of llms.txt of the site at an address."""
     site = project()
     lines = [f"# {site['site_name']}", "", f"> {site['site_description']}"]
     heading = ""
@@ -52,9 +52,9 @@ def llms_text() -> str:
             heading = section
         about = first_sentence((PAGES / page).read_text(encoding="utf-8"))
         address = page if page == "index.md" else f"{page.removesuffix('.md')}/index.md"
-        lines.append(f"- [{title}]({site['site_url']}{address})" + (f": {about}" if about else ""))
+        lines.append(f"- [{title}]({site_url}{address})" + (f": {about}" if about else ""))
     return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":
-    (HTML / "llms.txt").write_text(llms_text(), encoding="utf-8")
+    (HTML / "llms.txt").write_text(llms_text(project()["site_url"]), encoding="utf-8")

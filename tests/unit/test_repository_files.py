@@ -24,6 +24,10 @@ def test_the_installation_page_lists_every_extra() -> None:
     assert listed == set(PROJECT["optional-dependencies"])
 
 
+def test_the_package_has_one_version() -> None:
+    assert PROJECT["version"] == __version__
+
+
 def test_the_citation_has_the_version_and_the_licence() -> None:
     citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from os.path import normpath
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from docs.site.llms import first_sentence, navigation, project
 from docs.site.reference import MODELS, PYTHON_API, settings_page
+from docs.site.release import configuration, list_versions
 from docs.site.sources import anchors, assets, links, page_sources, rewritten
 from tests import REPO
 from tidegate.settings.sections import known_keys
@@ -92,3 +94,25 @@ def test_modules_of_the_python_api_exist_and_have_docstrings() -> None:
     for module in (module for modules in PYTHON_API.values() for module in modules):
         path = REPO / (module.replace(".", "/") + ".py")
         assert re.match(r'"""\w', path.read_text())
+
+
+def test_versions_of_the_documentation_are_listed_newest_first(tmp_path: Path) -> None:
+    for version in ("0.9.0", "0.10.0", "0.11.0rc1"):
+        (tmp_path / version).mkdir()
+    assert list_versions(tmp_path) == ["0.11.0rc1", "0.10.0", "0.9.0"]
+    listed = json.loads((tmp_path / "versions.json").read_text())
+    assert {one["version"]: one["aliases"] for one in listed} == {
+        "0.11.0rc1": [], "0.10.0": ["latest"], "0.9.0": [],
+    }  # fmt: skip
+    assert 'href="0.10.0/"' in (tmp_path / "index.html").read_text()
+    (tmp_path / "old").mkdir()
+    with pytest.raises(SystemExit, match="'old' is not a version, such as"):
+        list_versions(tmp_path)
+
+
+def test_the_site_of_a_version_has_the_menu_and_its_own_address() -> None:
+    version = configuration("0.2.0")["project"]
+    assert version["site_url"] == project()["site_url"] + "0.2.0/"
+    assert version["extra"]["version"]["provider"] == "mike"
+    assert version["site_dir"] == "versions/0.2.0"
+    assert version["nav"] == project()["nav"]
