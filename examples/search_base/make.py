@@ -28,7 +28,7 @@ VOCABULARY = 1000
 MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<answer>", "</answer>")
 # A name is always two tokens, its syllables, because the first never includes a space; other words include
 # their leading space. Each key of a tool call is one piece.
-_FIRST = "|".join(one.capitalize() for one in SYLLABLES)
+_FIRST = "|".join(syllable.capitalize() for syllable in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
 PATTERN = (
     rf"(?:{_FIRST})(?=(?:{_SECOND})(?![a-z]))|(?<=[A-Z][a-z][a-z])(?:{_SECOND})(?![a-z])"
@@ -112,7 +112,7 @@ def demonstrations(rng: random.Random) -> Iterator[list[dict[str, Any]]]:
     """Yields demonstrations without end."""
     while True:
         hops = rng.choices(list(HOPS), list(HOPS.values()))[0]
-        kind = rng.choice([one for one in KINDS if len(one.path) == hops])
+        kind = rng.choice([kind for kind in KINDS if len(kind.path) == hops])
         facts = draw_facts(rng)
         start = facts[list(FACTS).index(kind.path[0])].subject
         yield demonstration(kind.text.format(start), demonstrated_facts(kind, facts, rng))

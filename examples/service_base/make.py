@@ -42,7 +42,7 @@ MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # A name is always two tokens, its syllables, and a number of four digits two pairs of digits; other words
 # include their leading space, and the one that follows if a name or number is next: what is copied then has
 # the same tokens everywhere, after a token that tells its meaning. Each key of a tool call is one piece.
-_FIRST = "|".join(one.capitalize() for one in SYLLABLES)
+_FIRST = "|".join(syllable.capitalize() for syllable in SYLLABLES)
 _SECOND = "|".join(SYLLABLES)
 _NAME = f"(?:{_FIRST})(?:{_SECOND})(?![a-z])"
 PATTERN = (
@@ -123,10 +123,10 @@ def encode(
     end = tokenizer.eos_token_id
     ids = ids[: len(ids) - ids[::-1].index(end)]
     mask, inside = [], False
-    for at, one in enumerate(ids):
+    for at, token in enumerate(ids):
         inside = inside or ids[max(0, at - len(begin)) : at] == begin
         mask.append(int(inside))
-        inside = inside and one != end
+        inside = inside and token != end
     return ids, mask
 
 
@@ -136,7 +136,9 @@ def copy_example(rng: random.Random) -> list[dict[str, Any]]:
     An order that was looked at names another item, which is not to be copied.
     """
     scenario = make_scenario(SEED, "train", rng.randrange(10_000_000))
-    number = next(key for key, one in scenario.database.customers.items() if one.name == scenario.name)
+    number = next(
+        key for key, customer in scenario.database.customers.items() if customer.name == scenario.name
+    )
     order, other = rng.sample(list(scenario.database.orders), 2)
     address, item = scenario.database.orders[other].address, rng.choice(list(scenario.database.stock))
     found = scenario.database.orders[order]
@@ -156,7 +158,7 @@ def copy_example(rng: random.Random) -> list[dict[str, Any]]:
     ]
     rng.shuffle(read)
     rng.shuffle(calls)
-    made = [{"function": {"name": name, "arguments": json.dumps(one)}} for name, one in calls]
+    made = [{"function": {"name": name, "arguments": json.dumps(arguments)}} for name, arguments in calls]
     return [*read, {"role": "assistant", "content": "", "tool_calls": made}]
 
 

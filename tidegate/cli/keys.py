@@ -20,7 +20,7 @@ def add(subparsers: Subparsers) -> None:
         description="Change the file of project keys that gateway.keys names. It has only the keys' hashes; "
         "a gateway follows its changes within seconds.",
     )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="ACTION")
     for verb, text in VERBS.items():
         one = verbs.add_parser(verb, help=text, description=f"{text.capitalize()}.")
         if verb != "list":
