@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 Metric = Literal["cosine", "dot"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-_BATCH = 64
+_CPU_BATCH, _BATCH = 32, 64
+"""Texts that a model encodes together, after sorting by length, on the CPU and elsewhere.
+
+MiniLM's shape, one thread, 64 queries of 8 to 16 tokens, CPU time per query: 8.1 ms in one batch, 6.2 ms in
+batches of 32 (less padding), 7.1 ms of 16; a query alone 35 ms.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,7 @@ class _Model:
         self.prefixes = prefixes or _own_prefixes(model) or known_prefixes(name)
         self._model = model
         self._threads = threads
+        self._batch = _CPU_BATCH if model.device.type == "cpu" else _BATCH
         self._lock = threading.Lock()
         self.dimension = int(self._encode([""], "").shape[1])
 
@@ -99,7 +105,7 @@ class _Model:
         with self._lock:
             torch.set_num_threads(self._threads)
             vectors = self._model.encode(
-                list(texts), prompt=prefix, batch_size=_BATCH, show_progress_bar=False,
+                list(texts), prompt=prefix, batch_size=self._batch, show_progress_bar=False,
                 normalize_embeddings=False, convert_to_numpy=False, convert_to_tensor=True,
             )  # fmt: skip
         # Normalised after the conversion, because in bfloat16 a length of 1 has only two exact digits.

@@ -73,6 +73,18 @@ async def test_a_full_batch_does_not_wait() -> None:
     assert index.batches == [("1", "2")]
 
 
+async def test_a_lone_client_has_no_window_until_a_batch_has_several_queries() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=60, max_batch=2) as made, asyncio.timeout(10):
+        for query in "012":
+            await ask(made, query)
+        await ask(made, "3", "4")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await ask(made, "5")
+    assert index.batches == [("0",), ("1",), ("2",), ("3", "4")]
+
+
 async def test_what_came_while_a_batch_was_computed_does_not_wait_again() -> None:
     index = FakeIndex()
     async with batcher(index, window_s=1.0, max_batch=2) as made:

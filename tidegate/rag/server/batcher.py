@@ -1,8 +1,9 @@
 """Batches queries and answers one batch at a time in a thread.
 
 A batch starts `window_s` after its first query arrived, or at once when it is full. The time during which the
-previous batch is computed counts, so under load batches start without delay. Equal queries in progress are
-computed once. Every caller has a deadline; a query without callers is dropped.
+previous batch is computed counts, so under load batches start without delay. If the previous batch had one
+query, as with a lone client, a batch starts at once. Equal queries in progress are computed once. A caller
+has a deadline; a query without callers is dropped.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class QueryBatcher:
         """Number of queries with a waiting caller."""
         self.running_since: float | None = None
         """Start of the current batch on the clock `time.monotonic`, or None."""
+        self._lone = True
+        """Whether the latest batch, if there was one, had a single query."""
         self._runner = asyncio.create_task(self._run())
 
     @property
@@ -184,7 +187,7 @@ class QueryBatcher:
                 self._arrived.clear()
                 await self._arrived.wait()
             first = next(iter(self._queued.values()))
-            left = first.arrived + self._options.window_s - time.monotonic()
+            left = first.arrived + (0 if self._lone else self._options.window_s) - time.monotonic()
             if left <= 0 or len(self._queued) >= self._options.max_batch:
                 return
             self._full.clear()
@@ -200,6 +203,7 @@ class QueryBatcher:
             self._running[entry.query] = entry
             self._metrics.wait_seconds.observe(now - entry.arrived)
         self._metrics.batch_size.observe(len(batch))
+        self._lone = len(batch) == 1
         return batch
 
     def _deliver(self, batch: list[_PendingQuery], answers: list[Answer]) -> None:
