@@ -39,6 +39,10 @@ class FakeIndex:
     def __len__(self) -> int:
         return self.size
 
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"documents": self.size, "index": None}
+
     def search(
         self, queries: Sequence[str], ks: Sequence[int], mode: str | None = None
     ) -> list[list[SearchResult]]:

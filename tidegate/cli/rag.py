@@ -46,8 +46,14 @@ def _add_build(actions: Subparsers) -> None:
     )
     action.add_argument(
         "--index",
-        choices=["flat", "sq8", "ivf-sq8", "ivf-pq"],
+        choices=["flat", "sq8", "ivf-flat", "ivf-sq8", "ivf-pq"],
         help="type of the vector index; chosen by size by default",
+    )
+    action.add_argument(
+        "--recall",
+        type=float,
+        metavar="R",
+        help="target of recall@10 against exact search, by which an ivf index's nprobe is chosen (0.95)",
     )
     action.add_argument(
         "--threads",
@@ -111,6 +117,7 @@ def run_build(arguments: argparse.Namespace, _: list[str]) -> int:
         device=arguments.device,
         dtype=arguments.dtype,
         prefixes=prefixes,
+        recall=arguments.recall,
         replace=arguments.replace,
     )
     with Progress() as progress:

@@ -39,7 +39,7 @@ from tidegate.rag.index.manifest import (
     versions,
     write_check_vectors,
 )
-from tidegate.rag.index.recall import K, measure
+from tidegate.rag.index.recall import TARGET, K, measure
 from tidegate.rag.index.vector_index import build_index, require_faiss
 from tidegate.rag.index.vectors import Vectors
 
@@ -53,7 +53,8 @@ class Plan:
     """Options of a build.
 
     `encoder` None: no vectors. `kind` None: chosen by the size of the corpus. `prefixes` None: the encoder's
-    own. `shard` is the number of documents that are read or encoded again after an interruption, at most.
+    own. `recall` is the target of recall@10, None for `TARGET`. `shard` is the number of documents that are
+    read or encoded again after an interruption, at most.
     """
 
     sources: Sequence[Path]
@@ -65,8 +66,15 @@ class Plan:
     device: str = "cpu"
     dtype: Dtype = "float32"
     prefixes: EncoderPrefixes | None = None
+    recall: float | None = None
     replace: bool = False
     shard: int = SHARD
+
+    def __post_init__(self) -> None:
+        if self.recall is not None and not 0 < self.recall <= 1:
+            raise ConfigError(f"--recall {self.recall:g}: it must be more than 0 and at most 1")
+        if self.encoder is None and (self.kind or self.recall):
+            raise ConfigError("--index and --recall apply to vectors: give --encoder, too")
 
     def generation(self, files: Sequence[Path]) -> str:
         """Returns the generation's name: a hash of settings and of names, sizes and times of all files.
@@ -76,7 +84,9 @@ class Plan:
         inputs = [*files, *_files_of(self.encoder)]
         stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in inputs]
         prefixes = None if self.prefixes is None else [self.prefixes.query, self.prefixes.passage]
-        settings = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard]
+        settings: list[object] = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard]
+        if self.recall is not None:  # so that indexes of earlier versions keep their names
+            settings.append(self.recall)
         return f"g-{hashlib.blake2b(orjson.dumps([stats, settings]), digest_size=6).hexdigest()}"
 
 
@@ -87,8 +97,10 @@ def _files_of(encoder: str | None) -> list[Path]:
     return sorted(path for path in Path(encoder).rglob("*") if path.is_file())
 
 
-def build(plan: Plan, progress: Progress) -> Manifest:
+def build(plan: Plan, progress: Progress, encoder: Encoder | None = None) -> Manifest:
     """Builds the index; resumes an interrupted build of the same plan.
+
+    `encoder` is used in place of the one that is loaded by the plan's name.
 
     Raises ConfigError, CorpusError and StorageError; an existing index then stays.
     """
@@ -105,7 +117,7 @@ def build(plan: Plan, progress: Progress) -> Manifest:
     with _build_lock(plan.out):
         manifest = _existing(plan, generation, progress)
         if manifest is None:
-            manifest = _Build(plan, generation, progress).run(files)
+            manifest = _Build(plan, generation, progress, encoder).run(files)
             manifest.write(plan.out)
         _remove_leftovers(plan.out, generation)
     return manifest
@@ -114,18 +126,21 @@ def build(plan: Plan, progress: Progress) -> Manifest:
 class _Build:
     """Build of one generation."""
 
-    def __init__(self, plan: Plan, generation: str, progress: Progress) -> None:
+    def __init__(
+        self, plan: Plan, generation: str, progress: Progress, encoder: Encoder | None = None
+    ) -> None:
         self.plan = plan
         self.progress = progress
+        self.encoder = encoder
         self.generation = generation
         self.directory = plan.out / generation
 
     def run(self, files: Sequence[Path]) -> Manifest:
         plan = self.plan
-        encoder = None
+        encoder = self.encoder
         if plan.encoder is not None:
             require_faiss()
-            encoder = load_encoder(
+            encoder = encoder or load_encoder(
                 plan.encoder, threads=plan.threads, device=plan.device, dtype=plan.dtype,
                 prefixes=plan.prefixes,
             )  # fmt: skip
@@ -146,7 +161,7 @@ class _Build:
             encoder=None if encoder is None else EncoderEntry.of(encoder),
             index=entry,
             bm25=plan.bm25,
-            files=tuple(FileEntry.of(self.directory, name) for name in self._files()),
+            files=tuple(FileEntry.of(self.directory, name) for name in self._files(entry)),
             versions=versions(),
         )
 
@@ -177,21 +192,23 @@ class _Build:
         check_kind(kind, len(documents))
         vectors = Vectors(self.directory / _VECTORS, len(documents), encoder.dimension, plan.shard)
         vectors.encode(documents, encoder, self.progress.stage("encoded"))
-        if not (self.directory / vector_index.FILE).is_file():
+        if not all((self.directory / name).is_file() for name in vector_index.files(kind)):
             build_index(kind, vectors, self.directory, plan.threads, self.progress)
         write_check_vectors(encoder, self.directory)
+        target = plan.recall or TARGET
         nprobe, recall = measure(
-            kind, documents, vectors, encoder, self.directory, plan.threads, self.progress
+            kind, documents, vectors, encoder, self.directory, plan.threads, target, self.progress
         )
-        self.progress.print(
-            f"recall@{K} against Flat: {recall:.3f}" + (f" (nprobe {nprobe})" if nprobe else "")
-        )
-        return IndexEntry(kind=kind, nprobe=nprobe, recall={K: recall})
+        entry = IndexEntry(kind=kind, nprobe=nprobe, recall={K: recall}, target=target)
+        self.progress.print(f"against exact search: {entry.summary}")
+        if entry.warning is not None:
+            self.progress.print(f"warning: {entry.warning}")
+        return entry
 
-    def _files(self) -> Iterator[str]:
+    def _files(self, entry: IndexEntry | None) -> Iterator[str]:
         yield from corpus.FILES
-        if self.plan.encoder is not None:
-            yield from (vector_index.FILE, CHECK_VECTORS)
+        if entry is not None:
+            yield from (*vector_index.files(entry.kind), CHECK_VECTORS)
         if self.plan.bm25:
             yield from bm25.FILES
 

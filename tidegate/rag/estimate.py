@@ -14,6 +14,7 @@ from pathlib import Path
 from tidegate.errors import StorageError
 from tidegate.rag.corpus.source import Extent
 from tidegate.rag.index.index_types import FLOAT32, IndexKind, index_bytes, size, training_rows
+from tidegate.rag.index.vector_index import BLOCK_BYTES
 
 _PER_DOCUMENT = 8 + 16
 """Bytes per document besides its text: offset, hash of the id, and row."""
@@ -51,7 +52,11 @@ def estimate(extent: Extent, kind: IndexKind | None, dimension: int, bm25: bool)
         index = index_bytes(kind, count, dimension)
         disk += index
         scratch += count * dimension * FLOAT32
-        ram = max(ram, index + training_rows(kind, count) * dimension * FLOAT32)
+        held = index
+        if kind.startswith("ivf"):  # built in blocks, which are on disk until they are merged
+            scratch += index
+            held = min(index, 2 * BLOCK_BYTES)  # lists grow by doubling
+        ram = max(ram, held + training_rows(kind, count) * dimension * FLOAT32)
     if bm25:
         postings = int(extent.bytes / _TEXT_PER_POSTING)
         disk += postings * _BM25_DISK
@@ -76,5 +81,5 @@ def memory_warning(needed: IndexEstimate) -> str | None:
         return None
     return (
         f"this machine has {size(memory)} of memory, and the build may need {size(needed.ram_peak)}; a"
-        " smaller --index (sq8, ivf-sq8, ivf-pq) needs less, and so does a build without --bm25"
+        " smaller --index (ivf-sq8, ivf-pq) needs less, and so does a build without --bm25"
     )

@@ -181,6 +181,11 @@ async def test_unknown_routes_have_the_error_shape(stand: Stand, http: aiohttp.C
         assert (await response.json())["error"]["code"] == "no_such_route"
 
 
+async def test_the_index_is_described(stand: Stand, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{stand.url}/info") as response:
+        assert (response.status, await response.json()) == (200, {"documents": 50, "index": None})
+
+
 async def test_the_key_opens_everything_but_health(http: aiohttp.ClientSession) -> None:
     async with serving(FakeIndex(), api_key="secret") as (url, _):
         for method, path in (
@@ -189,6 +194,7 @@ async def test_the_key_opens_everything_but_health(http: aiohttp.ClientSession) 
             ("GET", "/v1/documents/d/1"),
             ("POST", "/admin/reload"),
             ("GET", "/metrics"),
+            ("GET", "/info"),
         ):
             for key in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "Basic secret"}):
                 async with http.request(method, url + path, json={"query": "7"}, headers=key) as response:

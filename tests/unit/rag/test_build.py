@@ -34,13 +34,13 @@ def plan_of(directory: Path, **changes: object) -> Plan:
     return Plan([source], directory / "index", **given)  # type: ignore[arg-type]
 
 
-def killed_at(place: str, directory: Path) -> None:
-    """Run the build in a process that is killed at a place."""
+def killed_at(place: str, directory: Path, **changes: object) -> None:
+    """Run the build, with these changes to its plan, in a process that is killed at a place."""
     code = (
         "import io, sys; from pathlib import Path\n"
         "from tests.unit.rag.test_build import plan_of\n"
         "from tests.rag_corpus import build_quietly\n"
-        "build_quietly(plan_of(Path(sys.argv[1])))"
+        f"build_quietly(plan_of(Path(sys.argv[1]), **{changes!r}))"
     )
     plan_of(directory)
     root = REPO
@@ -90,6 +90,14 @@ def test_a_killed_build_resumes_with_the_same_result(
         assert searcher.search(["Person77"], [1], mode)[0][0].id == "p77"
 
 
+def test_a_build_killed_while_it_merges_lists_resumes(tmp_path: Path) -> None:
+    killed_at("rag.lists", tmp_path, kind="ivf-flat", bm25=False)
+    manifest, _ = build_quietly(plan_of(tmp_path, kind="ivf-flat", bm25=False))
+    names = {path.name for path in (tmp_path / "index" / manifest.generation).iterdir()}
+    assert names == {*FILES, "vectors.faiss", "vectors.lists", "probe.npy"}
+    assert Searcher(tmp_path / "index", threads=1).search(["Person77"], [1])[0][0].id == "p77"
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """The texts of each call for passages from now on."""
     calls: list[Sequence[str]] = []
@@ -117,7 +125,7 @@ def test_the_same_build_again_does_nothing(tmp_path: Path, monkeypatch: pytest.M
     first, said = build_quietly(plan_of(tmp_path))
     assert f"about {COUNT} documents" in said
     assert "index flat: exact" in said
-    assert "recall@10 against Flat: 1.000" in said
+    assert "against exact search: flat, recall@10 1.000" in said
     calls = counted(monkeypatch)
     again, said = build_quietly(plan_of(tmp_path))
     assert again == first
@@ -196,6 +204,25 @@ def test_an_invalid_directory_or_number_of_threads_is_refused(tmp_path: Path) ->
     (tmp_path / "index").write_text("a file")
     with pytest.raises(StorageError, match=r"--out .*index: cannot create the directory"):
         build_quietly(plan_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"recall": 1.5}, r"--recall 1\.5: it must be more than 0 and at most 1"),
+        ({"recall": 0.0}, "--recall 0: it must be more than 0"),
+        ({"encoder": None, "recall": 0.9}, "--index and --recall apply to vectors: give --encoder"),
+        ({"encoder": None, "kind": "sq8"}, "--index and --recall apply to vectors: give --encoder"),
+    ],
+)
+def test_settings_that_do_not_apply_are_refused(tmp_path: Path, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan_of(tmp_path, **changes)
+
+
+def test_another_target_of_recall_is_another_index(tmp_path: Path) -> None:
+    names = {plan_of(tmp_path, recall=recall).generation([]) for recall in (None, 0.9, 0.99)}
+    assert len(names) == 3
 
 
 def test_two_builds_of_one_directory_exclude_each_other(tmp_path: Path) -> None:

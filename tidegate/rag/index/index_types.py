@@ -8,21 +8,27 @@ from typing import Literal
 
 from tidegate.errors import ConfigError
 
-IndexKind = Literal["flat", "sq8", "ivf-sq8", "ivf-pq"]
-KINDS: tuple[IndexKind, ...] = ("flat", "sq8", "ivf-sq8", "ivf-pq")
+IndexKind = Literal["flat", "sq8", "ivf-flat", "ivf-sq8", "ivf-pq"]
+KINDS: tuple[IndexKind, ...] = ("flat", "sq8", "ivf-flat", "ivf-sq8", "ivf-pq")
 
 FLOAT32 = 4
-# Maximum size of the float32 vectors for each type, in bytes.
-FLAT_UP_TO = 2e9
-SQ8_UP_TO = 8e9
+FLAT_UP_TO = 16e6
+"""Maximum bytes of float32 vectors for `flat`.
+
+From about 3,000 × 384 on, inverted lists are faster; up to this size Flat takes a millisecond at most, and
+encoding the query takes longer. docs/rag.md has the measurements.
+"""
 IVF_SQ8_UP_TO = 100e9
+"""Maximum bytes of float32 vectors for `ivf-sq8`; above it, a byte per component is too much to store."""
 PQ_DIMENSIONS = 8
 """Vector components per byte of a product-quantised code."""
 PQ_MIN_DOCUMENTS = 39 * 256
 """Minimum number of training vectors for product quantisation, as FAISS recommends."""
+_ROW = 8
+"""Bytes of a row number in an inverted list."""
 _MIN_PER_LIST = 39
 """Minimum number of training vectors per inverted list, as FAISS recommends."""
-_PER_LIST = 64
+_PER_LIST = 40
 """Training vectors per inverted list, if there are as many."""
 
 
@@ -35,16 +41,14 @@ class IndexTypeChoice:
 
 
 def choose(count: int, dimension: int) -> IndexTypeChoice:
-    """Returns the index type for this many vectors: exact search if it is affordable."""
+    """Returns the index type for this many vectors: exact search where it is not slower than encoding."""
     total = count * dimension * FLOAT32
     floats = f"{size(total)} of float32"
     if total <= FLAT_UP_TO:
         return IndexTypeChoice("flat", f"exact search; scanning {size(total)} is fast")
-    if total <= SQ8_UP_TO:
-        return IndexTypeChoice("sq8", f"scanning {floats} is slow; one byte per component is a quarter of it")
     lists = "inverted lists, one byte per"
     if total <= IVF_SQ8_UP_TO:
-        return IndexTypeChoice("ivf-sq8", f"{floats} is too much to scan: {lists} component")
+        return IndexTypeChoice("ivf-sq8", f"scanning {floats} is slow: {lists} component")
     return IndexTypeChoice("ivf-pq", f"{floats} is too much to store: {lists} 8 components")
 
 
@@ -57,11 +61,9 @@ def check_kind(kind: IndexKind, count: int) -> None:
 
 
 def code_bytes(kind: IndexKind, dimension: int) -> int:
-    if kind == "flat":
-        return dimension * FLOAT32
-    if kind == "ivf-pq":
-        return subquantizers(dimension) + 8
-    return dimension + (8 if kind == "ivf-sq8" else 0)
+    """Returns the bytes of a stored vector, with its row number in an inverted list."""
+    codes = {"flat": dimension * FLOAT32, "pq": subquantizers(dimension), "sq8": dimension}
+    return codes[kind.removeprefix("ivf-")] + (_ROW if kind.startswith("ivf") else 0)
 
 
 def index_bytes(kind: IndexKind, count: int, dimension: int) -> int:
@@ -93,8 +95,9 @@ def training_rows(kind: IndexKind, count: int) -> int:
 
 def factory(kind: IndexKind, count: int, dimension: int) -> str:
     """Returns the FAISS factory string; `np` skips training (2 s per byte) for polysemous search."""
-    codes = {"flat": "Flat", "sq8": "SQ8", "ivf-sq8": "SQ8", "ivf-pq": f"PQ{subquantizers(dimension)}x8np"}
-    return f"IVF{nlist(count)},{codes[kind]}" if kind.startswith("ivf") else codes[kind]
+    codes = {"flat": "Flat", "sq8": "SQ8", "pq": f"PQ{subquantizers(dimension)}x8np"}
+    code = codes[kind.removeprefix("ivf-")]
+    return f"IVF{nlist(count)},{code}" if kind.startswith("ivf") else code
 
 
 def size(count: float) -> str:

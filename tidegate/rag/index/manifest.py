@@ -108,11 +108,34 @@ class EncoderEntry(_Part):
 
 
 class IndexEntry(_Part):
-    """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists)."""
+    """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists).
+
+    `target` is the recall that the build aimed at, None for an index of an earlier version.
+    """
 
     kind: IndexKind
     nprobe: int | None
     recall: dict[int, float]
+    target: float | None = None
+
+    @property
+    def summary(self) -> str:
+        """The type, nprobe, and recall."""
+        nprobe = [] if self.nprobe is None else [f"nprobe {self.nprobe}"]
+        recalls = [f"recall@{k} {recall:.3f}" for k, recall in self.recall.items()]
+        return ", ".join([self.kind, *nprobe, *recalls])
+
+    @property
+    def warning(self) -> str | None:
+        """A warning if the recall is below the target, else None."""
+        missed = [f"recall@{k} is {recall:.3f}" for k, recall in self.recall.items()]
+        if self.target is None or min(self.recall.values()) >= self.target:
+            return None
+        return (
+            f"{', '.join(missed)} against exact search, below the target of {self.target:g}, and a larger"
+            " nprobe does not help: build with an --index of more bytes per vector (ivf-pq < ivf-sq8 <"
+            " ivf-flat < flat), or with a lower --recall"
+        )
 
 
 class Manifest(_Part):

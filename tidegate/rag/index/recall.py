@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +19,17 @@ K = 10
 _QUERIES = 256
 _WORDS = 12
 _SEED = 1
-_FIRST_NPROBE = 8
-_MIN_GAIN = 0.005
-"""Minimum gain in recall for which nprobe is doubled."""
+TARGET = 0.95
+"""Default target of recall@10, which nprobe is chosen to reach."""
+_MIN_GAIN, _STALL_FROM = 0.005, 8
+"""Minimum gain in recall for which nprobe is doubled, from the second value on."""
 
 
 def measure(
     kind: IndexKind, corpus: Corpus, vectors: Vectors, encoder: Encoder, directory: Path, threads: int,
-    progress: Progress,
+    target: float, progress: Progress,
 ) -> tuple[int | None, float]:  # fmt: skip
-    """Returns nprobe (None without inverted lists) and recall@10, with excerpts of passages as queries.
-
-    nprobe is doubled until recall grows by less than half a percent.
-    """
+    """Returns nprobe (None without inverted lists) and recall@10, with excerpts of passages as queries."""
     queries = encoder.queries(_sample_queries(corpus))
     exact = _nearest(vectors, queries, min(K, vectors.count), threads)
 
@@ -41,17 +40,32 @@ def measure(
 
     if not kind.startswith("ivf"):
         return None, recall_at(None)
-    limit = nlist(vectors.count)
-    nprobe = min(_FIRST_NPROBE, limit)
-    recall = recall_at(nprobe)
-    while nprobe < limit:
-        more = recall_at(2 * nprobe)
-        progress.print(
-            f"recall@{K}: {recall:.3f} with nprobe {nprobe} of {limit}, {more:.3f} with {2 * nprobe}"
-        )
-        if more - recall < _MIN_GAIN:
-            break
-        nprobe, recall = 2 * nprobe, more
+    return choose_nprobe(recall_at, nlist(vectors.count), target, progress)
+
+
+def choose_nprobe(
+    recall_at: Callable[[int], float], limit: int, target: float, progress: Progress
+) -> tuple[int, float]:
+    """Returns the smallest nprobe, to an eighth, whose recall reaches the target, and that recall.
+
+    nprobe is doubled, up to `limit`, and then reduced by bisection. If doubling gains less than half a
+    percent, the target is beyond what the codes can reach, and the smaller nprobe is returned.
+    """
+    too_few, nprobe, recall = 0, 1, recall_at(1)
+    while recall < target and nprobe < limit:
+        wider = min(2 * nprobe, limit)
+        more = recall_at(wider)
+        progress.print(f"recall@{K}: {recall:.3f} with nprobe {nprobe} of {limit}, {more:.3f} with {wider}")
+        if more - recall < _MIN_GAIN and nprobe >= _STALL_FROM:
+            return nprobe, recall
+        too_few, nprobe, recall = nprobe, wider, more
+    while recall >= target and nprobe - too_few > max(1, nprobe // 8):
+        middle = (too_few + nprobe) // 2
+        less = recall_at(middle)
+        if less >= target:
+            nprobe, recall = middle, less
+        else:
+            too_few = middle
     return nprobe, recall
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -76,6 +77,19 @@ class Searcher:
     def modes(self) -> Sequence[str]:
         """Search modes of this index; the first is the default."""
         return self.manifest.modes
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The index as a JSON object: documents, modes, encoder, and type and recall of the vector index."""
+        manifest = self.manifest
+        return {
+            "generation": manifest.generation,
+            "documents": len(self),
+            "modes": self.modes,
+            "encoder": None if manifest.encoder is None else manifest.encoder.name,
+            "index": None if manifest.index is None else manifest.index.model_dump(mode="json"),
+            "warning": None if manifest.index is None else manifest.index.warning,
+        }
 
     def __len__(self) -> int:
         return len(self.corpus)

@@ -1,6 +1,8 @@
 """Vector index with FAISS, searched by inner product.
 
 On the CPU an index is memory-mapped: opening reads nothing, and only pages that searches touch use memory.
+Inverted lists are in a file of their own. They are built in blocks, so that the build holds one block in
+memory, not the index.
 If `faiss-gpu` is installed and finds GPUs, the index is sharded over them. This is untested: no GPU was
 available.
 """
@@ -11,6 +13,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -19,16 +22,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.errors import ConfigError, CorpusError
+from tidegate.failpoints import reach
 from tidegate.program import advise_extra
 from tidegate.progress import Progress
-from tidegate.rag.files import replace_file
-from tidegate.rag.index.index_types import IndexKind, factory, training_rows
+from tidegate.rag.files import replace_file, sync
+from tidegate.rag.index.index_types import IndexKind, code_bytes, factory, training_rows
 from tidegate.rag.index.vectors import Vectors
 
 if TYPE_CHECKING:
-    import faiss
+    from faiss import Index, IndexIVF
 
 FILE = "vectors.faiss"
+LISTS = "vectors.lists"
+"""File of the inverted lists; `FILE` then has the centroids and the code's parameters."""
+BLOCK_BYTES = 256 << 20
+"""Maximum bytes of the codes that a build of inverted lists holds in memory."""
 MAX_K_ON_GPU = 2048
 _SEED = 0
 _BLAS_FROM = 3
@@ -50,9 +58,8 @@ class VectorIndex:
 
     def __init__(self, directory: Path, kind: IndexKind, nprobe: int | None, threads: int) -> None:
         faiss = require_faiss()
-        mapped = faiss.IO_FLAG_MMAP if kind.startswith("ivf") else faiss.IO_FLAG_MMAP_IFC
         try:
-            index = faiss.read_index(str(directory / FILE), mapped)
+            index = _read(faiss, directory, kind)
         except RuntimeError as error:
             raise CorpusError(f"{directory / FILE} cannot be read; build the index again: {error}") from None
         if nprobe is not None:
@@ -85,8 +92,35 @@ class VectorIndex:
         return scores, rows
 
 
+def _read(faiss: ModuleType, directory: Path, kind: IndexKind) -> Index:
+    """Opens the index, memory-mapped. Earlier versions wrote inverted lists into FILE."""
+    path = str(directory / FILE)
+    inverted, separate = kind.startswith("ivf"), (directory / LISTS).is_file()
+    flags = faiss.IO_FLAG_MMAP if inverted else faiss.IO_FLAG_MMAP_IFC
+    if separate:
+        flags = faiss.IO_FLAG_SKIP_IVF_DATA | faiss.IO_FLAG_READ_ONLY
+    index: Index = faiss.read_index(path, flags)
+    if not inverted:
+        return index
+    lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
+    if separate:  # the path in FILE is that of the build
+        lists.filename = str(directory / LISTS)
+        lists.do_mmap()
+    # By default each search starts up to 32 threads that read lists ahead; they take longer than the search.
+    lists.prefetch_nthread = 0
+    return index
+
+
+def files(kind: IndexKind) -> tuple[str, ...]:
+    """Returns the names of the files of an index of this type."""
+    return (FILE, LISTS) if kind.startswith("ivf") else (FILE,)
+
+
 def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int, progress: Progress) -> None:
-    """Trains the index on a sample if necessary, adds all shards and writes the index."""
+    """Trains the index on a sample if necessary, adds all shards and writes the index.
+
+    Memory: the sample, and the codes: of one block with inverted lists, else of all vectors.
+    """
     faiss = require_faiss()
     faiss.omp_set_num_threads(threads)
     _use_blas(faiss, vectors.dimension)
@@ -97,13 +131,44 @@ def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int
         progress.print(f"training {name} on {sample_size:,} vectors")
         index.train(vectors.sample(sample_size, _SEED))
     on_progress = progress.stage("indexed")
+    inverted = kind.startswith("ivf")
+    blocks: list[Path] = []
+    limit = BLOCK_BYTES // code_bytes(kind, vectors.dimension)
+    done = 0
     for shard in vectors.shards():
-        index.add(np.ascontiguousarray(shard))
-        on_progress(int(index.ntotal), vectors.count)
+        if inverted:
+            index.add_with_ids(np.ascontiguousarray(shard), np.arange(done, done + len(shard)))
+        else:
+            index.add(np.ascontiguousarray(shard))
+        done += len(shard)
+        if inverted and (index.ntotal >= limit or done == vectors.count):
+            blocks.append(vectors.directory / f"block{len(blocks):04d}.faiss")
+            faiss.write_index(index, str(blocks[-1]))
+            index.reset()
+        on_progress(done, vectors.count)
+    if inverted:
+        _merge(faiss, index, blocks, directory / LISTS)
+        reach("rag.lists")
     replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
+    for block in blocks:
+        block.unlink()
 
 
-def on_gpus(library: ModuleType, index: faiss.Index, kind: IndexKind) -> faiss.Index | None:
+def _merge(faiss: ModuleType, index: IndexIVF, blocks: Sequence[Path], path: Path) -> None:
+    """Copies the lists of all blocks, which are memory-mapped, to one file, and gives them to `index`."""
+    path.unlink(missing_ok=True)
+    parts = [faiss.read_index(str(block), faiss.IO_FLAG_MMAP) for block in blocks]
+    pointers = faiss.InvertedListsPtrVector()
+    for part in parts:
+        pointers.push_back(part.invlists)
+    lists = faiss.OnDiskInvertedLists(index.nlist, index.code_size, str(path))
+    index.ntotal = lists.merge_from_multiple(pointers.data(), len(parts))
+    index.replace_invlists(lists, True)
+    lists.this.disown()
+    sync(path)
+
+
+def on_gpus(library: ModuleType, index: Index, kind: IndexKind) -> Index | None:
     """Shards the index over all visible GPUs, in float16; returns None if it stays on the CPU.
 
     FAISS' cloner copies each GPU's rows from the memory-mapped index, so that the host holds at most one
@@ -122,7 +187,7 @@ def on_gpus(library: ModuleType, index: faiss.Index, kind: IndexKind) -> faiss.I
     options.shard = True
     options.useFloat16 = True
     log.info("sharding the index over %d GPUs", count)
-    sharded: faiss.Index = library.index_cpu_to_all_gpus(index, co=options)
+    sharded: Index = library.index_cpu_to_all_gpus(index, co=options)
     return sharded
 
 

@@ -177,6 +177,10 @@ def _add_routes(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
     async def reload(request: Request) -> dict[str, int]:
         return {"documents": await retrieval.reload(read_reload(await request.body()))}
 
+    @app.get("/info", dependencies=guarded)
+    async def info() -> dict[str, Any]:
+        return retrieval.info
+
     @app.get("/metrics", dependencies=guarded)
     async def metrics() -> Response:
         return Response(exposition(retrieval.collect()), media_type=CONTENT_TYPE)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.core import Metric
 
@@ -64,7 +65,14 @@ class RagOptions:
 
 
 def open_searcher(directory: Path, options: RagOptions) -> Searcher:
-    return Searcher(directory, threads=options.threads, device=options.device, encoder=options.encoder)
+    """Opens an index, and logs its type and recall, with a warning if the recall is below its target."""
+    searcher = Searcher(directory, threads=options.threads, device=options.device, encoder=options.encoder)
+    vectors = searcher.manifest.index
+    what = "no vectors" if vectors is None else vectors.summary
+    log.info("%s: %d documents, %s", directory, len(searcher), what)
+    if vectors is not None and vectors.warning is not None:
+        log.warning("%s: %s", directory, vectors.warning)
+    return searcher
 
 
 class _LoadedIndex:
@@ -217,12 +225,16 @@ class Retrieval:
             self.failed = str(error) or repr(error)
             self._on_failure(self.failed)
             return
-        log.info("%s: %d documents, ready", self.options.directory, len(self._current.index))
 
     async def _opened(self, directory: Path) -> _LoadedIndex:
         index = await asyncio.to_thread(self._open_index, directory, self.options)
         _mode(index, self.options.mode)
         return _LoadedIndex(index, self._executor, self.options, self.metrics)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The index in use, as `Searcher.info`. Raises RetrievalUnavailable until it is open."""
+        return self._loaded().index.info
 
     def _loaded(self) -> _LoadedIndex:
         if self._current is None:
