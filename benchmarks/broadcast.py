@@ -94,6 +94,7 @@ def _memory(name: str) -> float:
 
 
 async def measured(options: argparse.Namespace, directory: Path, stack: contextlib.AsyncExitStack) -> Any:
+    """Publishes in each way by turns; returns the model's bytes, and each way's figures of the rounds."""
     size = await asyncio.to_thread(make_model, directory / "model", options.hidden)
     settings = TrainerSettings(ranks=2)
     guard = TaskSupervisor()
@@ -128,13 +129,14 @@ async def measured(options: argparse.Namespace, directory: Path, stack: contextl
             for one in controls:
                 one.stages = "paused" not in way
             with memory_peak() as peak:
-                began = time.perf_counter()
+                began, cpu = time.perf_counter(), time.process_time()
                 sent = await sender.send(controls, version)
-                ended = time.perf_counter()
+                ended, cpu = time.perf_counter(), time.process_time() - cpu
             assert len(sent) == len(controls)
             gap = max(one.resumed_at - one.paused_at for one in controls)
             if number:  # the first round creates the process groups
-                taken[way].append({"publish_s": ended - began, "gap_s": gap, "held_mb": peak["mb"]})
+                figures = {"publish_s": ended - began, "gap_s": gap, "held_mb": peak["mb"], "cpu_s": cpu}
+                taken[way].append(figures)
     return size, taken
 
 
@@ -145,7 +147,7 @@ async def run(options: argparse.Namespace) -> int:
         more, more_checks = await differences.measure(
             Path(place) / "model", Path(place), options.demo_steps, options.rounds
         )
-    names = ("publish_s", "gap_s", "held_mb")
+    names = ("publish_s", "gap_s", "held_mb", "cpu_s")
     medians = {
         way: {name: statistics.median(one[name] for one in rows) for name in names}
         for way, rows in taken.items()

@@ -108,30 +108,31 @@ def compare(name: str, versions: Versions, dtype: str, directory: Path) -> dict[
     for way, writer in writers.items():
         place = writer.write(0)
         engines[way] = AutoModelForCausalLM.from_pretrained(place, dtype=kind)
-    rows: dict[str, list[tuple[float, float, float]]] = {way: [] for way in writers}
+    rows: dict[str, list[tuple[float, float, float, float]]] = {way: [] for way in writers}
     number = 0
     while versions.change(number := number + 1):
         for way in (FULL, DIFFERENCE) if number % 2 else (DIFFERENCE, FULL):
             writer = writers[way]
             writer._pause = 0  # measured here whether or not it pays
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             place = writer.write(number)
-            written = time.perf_counter()
+            written, cpu = time.perf_counter(), time.process_time() - cpu
             copy_weights(read_weights(engines[way], place))
             size = sum(file.stat().st_size for file in place.iterdir())
-            rows[way].append((size, written - began, time.perf_counter() - written))
+            rows[way].append((size, written - began, time.perf_counter() - written, cpu))
     same = all(
         torch.equal(one, other)
         for one, other in zip(*(engine.state_dict().values() for engine in engines.values()), strict=True)
     )
     full, difference = (
-        [statistics.median(row[column] for row in rows[way]) for column in range(3)]
+        [statistics.median(row[column] for row in rows[way]) for column in range(4)]
         for way in (FULL, DIFFERENCE)
     )
     return {
         "updates": name, "dtype": dtype, "full_mb": full[0] / 1e6, "difference_mb": difference[0] / 1e6,
-        "bytes": difference[0] / full[0], "full_s": sum(full[1:]), "difference_s": sum(difference[1:]),
-        "time": sum(difference[1:]) / sum(full[1:]), "identical": same,
+        "bytes": difference[0] / full[0], "full_s": sum(full[1:3]), "difference_s": sum(difference[1:3]),
+        "time": sum(difference[1:3]) / sum(full[1:3]), "identical": same,
+        "full_write_cpu_s": full[3], "difference_write_cpu_s": difference[3],
         "is_difference": delta_files.is_delta(place),
     }  # fmt: skip
 
@@ -227,6 +228,7 @@ async def fan_out(versions: Versions, directory: Path, rounds: int) -> dict[str,
     }
     one, many = medians[1], medians[ENGINES]
     return {
+        "difference_mb": len(data) / 1e6,
         "one_s": one[0], "sixteen_s": many[0], "one_cpu_s": one[1], "sixteen_cpu_s": many[1],
         "wall": many[0] / one[0], "cpu": many[1] / one[1],
     }  # fmt: skip

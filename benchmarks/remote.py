@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from common import Check, report
 from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.config import load_settings
+from tidegate.gateway.ids import agents_key
 from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
@@ -45,10 +46,12 @@ RUN_S = 3600.0
 POLLS_PER_S, POLLS_S = 10_000 / 60, 30.0
 
 
-def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] = ENVIRONMENT
+) -> subprocess.Popen[bytes]:
     with open(log, "ab") as out:
         return subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=ENVIRONMENT
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment
         )
 
 
@@ -124,23 +127,31 @@ def figures(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def idle_polls(directory: Path) -> dict[str, Any]:
+def idle_polls(directory: Path, seconds: float = POLLS_S, shards: int = 1) -> dict[str, Any]:
     """Share of a core that a gateway process uses for 10,000 polls a minute without attempts.
 
-    For comparison, it is measured for as many requests of a path that does not exist, too.
+    For comparison, it is measured for as many requests of a path that does not exist, too. With several
+    shards, the process is their router, and the polls are those of the trainer's own agents: a sharded
+    gateway takes no other workers.
     """
+    directory.mkdir(exist_ok=True)
+    environment, key = ENVIRONMENT, KEY
+    if shards > 1:
+        environment = {name: value for name, value in ENVIRONMENT.items() if name != "TIDEGATE_WORKER_KEY"}
+        environment["TIDEGATE_ADMIN_KEY"], key = KEY, agents_key(KEY)
     announce = directory / "gateway.json"
     model = str(load_settings(DEMO).model.path)
     command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", model, "--gateway.port", "0"]
-    gateway = start([*command, "--announce", str(announce)], directory / "gateway.log")
+    command += [f"--gateway.shards={shards}", "--announce", str(announce)]
+    gateway = start(command, directory / "gateway.log", environment)
     try:
         _until(gateway, announce.exists)
         url = json.loads(announce.read_text())["url"]
-        asyncio.run(_send(f"{url}/attempts/next", 2.0))
+        asyncio.run(_send(f"{url}/attempts/next", 2.0, key))
         cores = {}
         for name, path in (("cores", "/attempts/next"), ("cores_of_unknown_path", "/v1/none")):
             before, began = _cpu_s(gateway.pid), time.monotonic()
-            asyncio.run(_send(url + path, POLLS_S))
+            asyncio.run(_send(url + path, seconds, key))
             cores[name] = (_cpu_s(gateway.pid) - before) / (time.monotonic() - began)
     finally:
         gateway.kill()
@@ -148,9 +159,9 @@ def idle_polls(directory: Path) -> dict[str, Any]:
     return {"run": "idle polls", **cores}
 
 
-async def _send(url: str, seconds: float) -> None:
+async def _send(url: str, seconds: float, key: str) -> None:
     """Sends polls at an even pace; each waits a second for attempts."""
-    headers = {"Authorization": f"Bearer {KEY}"}
+    headers = {"Authorization": f"Bearer {key}"}
     polls, began = 0, time.monotonic()
     async with (
         aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as http,

@@ -70,40 +70,43 @@ def passage(name: str, words: int) -> str:
     return f" {' '.join(pieces)}" if pieces else ""
 
 
-def write_replies(path: Path, renderer: Renderer, count: int = 16) -> None:
-    """Writes replies of TURN_TOKENS tokens, every second one with a tool call, in every response format."""
-    path.write_bytes(orjson.dumps([_reply(renderer, n) for n in range(count)]))
+def write_replies(path: Path, renderer: Renderer, count: int = 16, tokens: int = TURN_TOKENS) -> None:
+    """Writes replies of so many tokens, every second one with a tool call, in every response format."""
+    path.write_bytes(orjson.dumps([_reply(renderer, n, tokens) for n in range(count)]))
 
 
-def _reply(renderer: Renderer, n: int) -> dict[str, str]:
+def _reply(renderer: Renderer, n: int, tokens: int) -> dict[str, str]:
     end = renderer.encode(_CALL % n) if n % 2 else []
-    room = TURN_TOKENS - 1 - len(end)
-    ids = [*renderer.encode(f"{n}. " + _PROSE * 8)[:room], *end, renderer.stop_ids[0]]
-    assert len(ids) == TURN_TOKENS, f"the tool call takes {len(end)} tokens with this tokenizer: too many"
+    room = tokens - 1 - len(end)
+    prose = renderer.encode(f"{n}. " + _PROSE * -(-tokens // 8))
+    ids = [*prose[:room], *end, renderer.stop_ids[0]]
+    assert len(ids) == tokens, f"the tool call takes {len(end)} tokens with this tokenizer: too many"
     text = renderer.decode(ids[:-1])
     logprobs = [-((token * 7919 + n) % 1000) / 400 for token in ids]
     return {
-        "generate": orjson.dumps(_generated(ids, logprobs, text, TURN_TOKENS)).decode(),
+        "generate": orjson.dumps(_generated(ids, logprobs, text, tokens)).decode(),
         "events": "".join(
             f"data: {orjson.dumps(_generated(ids, logprobs, text, size)).decode()}\n\n"
-            for size in range(8, TURN_TOKENS + 1, 8)
+            for size in range(8, tokens + 1, 8)
         )
         + "data: [DONE]\n\n",
-        "chat": orjson.dumps(_chat(text)).decode(),
-        "chat_events": "".join(f"data: {orjson.dumps(event).decode()}\n\n" for event in _chat_events(text))
+        "chat": orjson.dumps(_chat(text, tokens)).decode(),
+        "chat_events": "".join(
+            f"data: {orjson.dumps(event).decode()}\n\n" for event in _chat_events(text, tokens)
+        )
         + "data: [DONE]\n\n",
         "traced": orjson.dumps(_traced(renderer, ids, logprobs, text)).decode(),
     }
 
 
 def _generated(ids: list[int], logprobs: list[float], text: str, size: int) -> dict[str, Any]:
-    """A reply in SGLang's format; with `size` < TURN_TOKENS, an event of its stream."""
+    """A reply in SGLang's format; with `size` < the tokens of the reply, an event of its stream."""
     return {
-        "text": text[: len(text) * size // TURN_TOKENS],
+        "text": text[: len(text) * size // len(ids)],
         "output_ids": ids[:size],
         "meta_info": {
             "id": "0" * 32,
-            "finish_reason": {"type": "stop", "matched": ids[-1]} if size == TURN_TOKENS else None,
+            "finish_reason": {"type": "stop", "matched": ids[-1]} if size == len(ids) else None,
             "prompt_tokens": 512,
             "completion_tokens": size,
             "cached_tokens": 448,
@@ -115,7 +118,7 @@ def _generated(ids: list[int], logprobs: list[float], text: str, size: int) -> d
     }
 
 
-def _chat(text: str) -> dict[str, Any]:
+def _chat(text: str, tokens: int) -> dict[str, Any]:
     return {
         "id": "chatcmpl-0",
         "object": "chat.completion",
@@ -129,13 +132,13 @@ def _chat(text: str) -> dict[str, Any]:
                 "finish_reason": "stop",
             }
         ],
-        "usage": {"prompt_tokens": 512, "completion_tokens": TURN_TOKENS, "total_tokens": 512 + TURN_TOKENS},
+        "usage": {"prompt_tokens": 512, "completion_tokens": tokens, "total_tokens": 512 + tokens},
     }
 
 
-def _chat_events(text: str) -> list[dict[str, Any]]:
+def _chat_events(text: str, tokens: int) -> list[dict[str, Any]]:
     """The chunks of a chat stream: as many texts as `events` has, then the finish reason."""
-    pieces = TURN_TOKENS // 8
+    pieces = tokens // 8
     size = -(-len(text) // pieces)
     deltas: list[dict[str, Any]] = [{"content": text[at : at + size]} for at in range(0, len(text), size)]
     chunk = {"id": "chatcmpl-0", "object": "chat.completion.chunk", "created": 0, "model": "m"}
@@ -148,7 +151,7 @@ def _chat_events(text: str) -> list[dict[str, Any]]:
 
 def _traced(renderer: Renderer, ids: list[int], logprobs: list[float], text: str) -> dict[str, Any]:
     """A chat reply with token ids and logprobs, in vLLM's format."""
-    reply = _chat(text)
+    reply = _chat(text, len(ids))
     rows = []
     for token, logprob in zip(ids, logprobs, strict=True):
         piece = renderer.token_text(token)

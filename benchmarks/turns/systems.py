@@ -37,6 +37,10 @@ class System:
         """User and system time of the process and its children so far."""
         return sum(_cpu(pid) for pid in _family(self.process.pid))
 
+    def own_cpu_seconds(self) -> float:
+        """User and system time of the process so far, without its children."""
+        return _cpu(self.process.pid)
+
     def rss_mb(self) -> float:
         return sum(_rss(pid) for pid in _family(self.process.pid)) / 2**20
 
