@@ -21,6 +21,7 @@ from tidegate.simulation.scenario import (
     Scenario,
     Spread,
     TrainerModel,
+    WeightsModel,
 )
 from tidegate.simulation.sweep import splits_of, sweep, table
 from tidegate.simulation.world import SimulatedRun
@@ -176,7 +177,12 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
         pass
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "step_000001.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "config.toml").write_text('[model]\npath = "m"\n[trainer]\nmax_staleness = 3\n')
+    (tmp_path / "config.toml").write_text(
+        '[model]\npath = "m"\n[trainer]\nmax_staleness = 3\npublish_full_every = 4\n[gateway]\nshards = 2\n'
+    )
+    for name, size in (("v000000", 10), ("v000008", 30), ("delta-v000009", 5)):
+        (tmp_path / "weights" / name).mkdir(parents=True)
+        (tmp_path / "weights" / name / "model.safetensors").write_bytes(bytes(size))
     rows = [
         {
             "step": n, "version": n, "time/update": 0.5 + 0.002 * (1000 + 100 * n), "time/publish": 0.25,
@@ -205,6 +211,8 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
     assert found.trainer.token_s == pytest.approx(0.002, rel=0.01)
     assert found.trainer.publish_s == 0.25
     assert found.rules.max_staleness == 3
+    assert found.gateway.shards == 2
+    assert found.weights == WeightsModel(gigabytes=3e-8, full_every=4)
     assert found.agent.alike == pytest.approx(1 / 3)
     assert len(found.agent.episodes) == 800
     assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * 800, abs=1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Simulate runs with the admission rules of real runs, and print their throughput, staleness and wasted
 tokens. Start from a scenario's TOML file, from a real run's files (--from), or from the defaults.
+--ceilings prints the load of gateway, trainer and publishing, and which of them is full first.
 """
 
 
@@ -34,6 +36,15 @@ def add(subparsers: Subparsers) -> None:
         "--accelerators", type=int, help="compare all ways to divide this number between engines and trainers"
     )
     parser.add_argument("--split", default="", help="engines:trainers to compare: 96:32,64:64")
+    parser.add_argument(
+        "--ceilings", action="store_true", help="print the load of each single process instead of the table"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="costs for --ceilings: output of benchmarks/ceilings.py --json",
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to a PNG, SVG or PDF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     takes_settings(parser, "tidegate.simulation.scenario:Scenario")
@@ -52,6 +63,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.split:
         splits = [_split(word) for word in arguments.split.split(",")]
     bounds = [_bound(word) for word in arguments.staleness.split(",") if word]
+    if arguments.ceilings or arguments.costs is not None:
+        return _ceilings(arguments, scenario, splits, bounds or [scenario.rules.max_staleness])
     cells = list(sweep(scenario, splits, bounds or [scenario.rules.max_staleness]))
     if arguments.plot is not None:
         plot(cells, arguments.plot)
@@ -64,6 +77,43 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         print(json.dumps({"cells": rows}))
     else:
         print(table(cells))
+    return 0
+
+
+def _ceilings(
+    arguments: argparse.Namespace,
+    scenario: Scenario,
+    splits: Sequence[tuple[int, int]],
+    bounds: Sequence[int | None],
+) -> int:
+    """Prints the loads of the components for each split and bound."""
+    from tidegate.simulation.ceilings import Rates, ceilings_table, part_of, to_wire
+    from tidegate.simulation.costs import MEASURED, MEASURED_ON, read_costs
+    from tidegate.simulation.world import SimulatedRun
+
+    if arguments.plot is not None:
+        raise ConfigError("--plot draws the table, which --ceilings replaces; leave one of them out")
+    costs = MEASURED if arguments.costs is None else read_costs(arguments.costs)
+    rows = []
+    for engines, trainers in splits:
+        for bound in bounds:
+            one = scenario.with_(
+                engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
+            )
+            part, parts = part_of(one)
+            rates = Rates.of(SimulatedRun(part).run(), part, parts)
+            head = {
+                "engines": engines,
+                "trainers": trainers,
+                "max_staleness": bound,
+                "simulated_parts": parts,
+            }
+            rows.append(head | to_wire(rates, one, costs))
+            if not arguments.json:
+                source = f"measured on {MEASURED_ON}" if arguments.costs is None else str(arguments.costs)
+                print(f"{ceilings_table(rates, one, costs)}\ncosts: {source}\n")
+    if arguments.json:
+        print(json.dumps({"cells": rows}))
     return 0
 
 

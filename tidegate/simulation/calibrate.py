@@ -84,7 +84,19 @@ def scenario_of(run_dir: Path) -> Scenario:
         ),
         trainer=_trainer(rows),
         rules=admission_rules(settings),
+        gateway=scenario.GatewayModel(shards=settings.gateway.shards),
+        weights=scenario.WeightsModel(
+            gigabytes=_published_bytes(run_dir) / 1e9,
+            transport=settings.trainer.publish_transport,
+            full_every=settings.trainer.publish_full_every,
+        ),
     )
+
+
+def _published_bytes(run_dir: Path) -> int:
+    """Returns the size of the newest version with all weights; 0 if the run kept none."""
+    versions = sorted((run_dir / "weights").glob("v*"), key=lambda path: (len(path.name), path.name))
+    return sum(file.stat().st_size for file in versions[-1].glob("*.safetensors")) if versions else 0
 
 
 def _recording(episode: dict[str, Any], ledger: LedgerState) -> Recording:

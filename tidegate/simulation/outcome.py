@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tidegate.errors import TidegateError
 from tidegate.simulation.engines import Clock, Pool
@@ -21,6 +21,13 @@ class Figures:
     step_s: float
     trained_tokens_per_s: float
     sampled_tokens_per_s: float
+    prompt_tokens_per_s: float
+    """New tokens of prompts."""
+    turns_per_s: float
+    sessions_per_s: float
+    """Attempts that ended."""
+    groups_per_s: float
+    """Groups that became ready."""
     goodput: float
     """Trained ÷ sampled tokens over the whole run."""
     staleness_mean: float
@@ -38,6 +45,20 @@ class Figures:
         return asdict(self)
 
 
+class Totals(NamedTuple):
+    """Sums since the start of a simulation."""
+
+    seconds: float = 0.0
+    sampled: float = 0.0
+    trained: float = 0.0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    prompt: float = 0.0
+    turns: int = 0
+    sessions: int = 0
+    groups: int = 0
+
+
 @dataclass(slots=True)
 class SimulationCounts:
     """Counts during a simulation."""
@@ -51,12 +72,21 @@ class SimulationCounts:
     lost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: Counter[int] = field(default_factory=Counter)
     waited_s: float = 0.0
-    _from: tuple[float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0)
+    prompt: float = 0.0
+    turns: int = 0
+    sessions: int = 0
+    groups: int = 0
+    _from: Totals = field(default_factory=Totals)
 
     def begin(self, step: int) -> None:
         self.begun = step
         self.staleness.clear()
-        self._from = self._marks()
+        self._from = self._totals()
+
+    def turn(self, prompt: float, tokens: float) -> None:
+        self.turns += 1
+        self.prompt += prompt
+        self.sampled += tokens
 
     def batch(self, staleness: list[int], tokens: float) -> None:
         self.staleness.update(staleness)
@@ -64,10 +94,8 @@ class SimulationCounts:
 
     def figures(self, steps: int, scenario: Scenario) -> Figures:
         """Returns the figures; raises TidegateError if no group was trained on."""
-        seconds, sampled, trained, busy, waited = (
-            now - before for now, before in zip(self._marks(), self._from, strict=True)
-        )
-        counted, groups = steps - self.begun, self.staleness.total()
+        done = Totals._make(now - before for now, before in zip(self._totals(), self._from, strict=True))
+        counted, groups, seconds = steps - self.begun, self.staleness.total(), done.seconds
         if counted <= 0 or seconds <= 0 or not groups:
             raise TidegateError(
                 "the simulated run trained on nothing: all attempts fail, or all groups are filtered or stale"
@@ -76,16 +104,23 @@ class SimulationCounts:
             steps=counted,
             seconds=seconds,
             step_s=seconds / counted,
-            trained_tokens_per_s=trained / seconds,
-            sampled_tokens_per_s=sampled / seconds,
+            trained_tokens_per_s=done.trained / seconds,
+            sampled_tokens_per_s=done.sampled / seconds,
+            prompt_tokens_per_s=done.prompt / seconds,
+            turns_per_s=done.turns / seconds,
+            sessions_per_s=done.sessions / seconds,
+            groups_per_s=done.groups / seconds,
             goodput=self.trained / max(1.0, self.trained + sum(self.lost.values())),
             staleness_mean=sum(age * count for age, count in self.staleness.items()) / groups,
             staleness_max=max(self.staleness),
-            engines_busy=busy / seconds / scenario.engine.count,
-            trainer_waits=waited / seconds,
+            engines_busy=done.busy_s / seconds / scenario.engine.count,
+            trainer_waits=done.waited_s / seconds,
             lost={why: tokens / max(1.0, self.sampled) for why, tokens in sorted(self.lost.items())},
             engines_lost=self.pool.lost,
         )
 
-    def _marks(self) -> tuple[float, float, float, float, float]:
-        return self.clock.now, self.sampled, self.trained, self.pool.busy_s(), self.waited_s
+    def _totals(self) -> Totals:
+        return Totals(
+            self.clock.now, self.sampled, self.trained, self.pool.busy_s(), self.waited_s, self.prompt,
+            self.turns, self.sessions, self.groups,
+        )  # fmt: skip

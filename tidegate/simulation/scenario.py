@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -107,6 +107,26 @@ class TrainerModel(SettingsSection):
     """Time between steps for records and checkpoints."""
 
 
+class GatewayModel(SettingsSection):
+    """Processes of the gateway."""
+
+    shards: Count = 1
+    streamed: Share = 0.0
+    """Share of turns whose reply is streamed to the agent."""
+
+
+class WeightsModel(SettingsSection):
+    """Published versions."""
+
+    gigabytes: Annotated[float, Field(ge=0)] = 1.2
+    """Size of all weights in the engines' data type."""
+    transport: Literal["files", "broadcast"] = "files"
+    full_every: Count = 8
+    """Versions from one with all weights to the next; 1: no differences."""
+    threads: Annotated[int, Field(ge=1, le=8)] = 8
+    """Threads that encode a difference: the cores of the trainer's machine, at most 8."""
+
+
 class RuleModel(SettingsSection):
     """Admission rules, with the names of the trainer's settings."""
 
@@ -139,6 +159,8 @@ class Scenario(SettingsSection):
     agent: AgentModel = AgentModel()
     trainer: TrainerModel = TrainerModel()
     rules: RuleModel = RuleModel()
+    gateway: GatewayModel = GatewayModel()
+    weights: WeightsModel = WeightsModel()
 
     def admission_rules(self) -> Rules:
         smallest = self.rules.min_group_size or self.rules.group_size

@@ -106,7 +106,7 @@ class SimulatedRun:
         def done() -> None:
             attempt.request = None
             attempt.sampled += turn.tokens
-            self._counts.sampled += turn.tokens
+            self._counts.turn(turn.prompt, turn.tokens)
             self.clock.after(turn.away_s, lambda: self._next_turn(attempt))
 
         attempt.request = SimulatedRequest(turn.prompt, turn.tokens, done, begun)
@@ -125,6 +125,7 @@ class SimulatedRun:
 
     def _end(self, attempt: SimulatedAttempt) -> None:
         outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
+        self._counts.sessions += 1
         decision = self._core.end_attempt(attempt.id, outcome)
         if attempt.failing:
             self._counts.lost["failed"] += attempt.sampled
@@ -136,6 +137,7 @@ class SimulatedRun:
             self._start_groups()
         else:
             if decision is AttemptDecision.READY:
+                self._counts.groups += 1
                 self._ready.append(attempt.group)
                 if self._waiting:
                     self._gather()
