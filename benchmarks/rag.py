@@ -123,10 +123,10 @@ def main() -> int:
 def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namespace) -> int:
     index = make_index(directory, make_encoder(directory))
     bench = Bench(Searcher(index, threads=1), processes.load())
-    ours = processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S))
+    ours = processes.server(index)
     systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
     taken = rounds(bench, systems, arguments.rounds)
-    burst = bench.burst(ours)
+    burst = bench.burst(processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S)))
     rows = [
         {"system": name, "clients": clients}
         | {key: statistics.median(one[key] for one in all) for key in all[0]}

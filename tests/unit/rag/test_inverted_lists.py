@@ -138,7 +138,8 @@ def test_a_moved_index_is_found_and_its_lists_are_its_own(index: Path, tmp_path:
     (tmp_path / "first").rename(tmp_path / "second")
     searcher = Searcher(tmp_path / "second", threads=1)
     assert [hits[0].id for hits in searcher.search(QUERIES, [1] * len(QUERIES))] == expected
-    assert str(tmp_path / "second") in Path("/proc/self/maps").read_text()
+    lists = tmp_path / "second" / searcher.manifest.generation / "vectors.lists"
+    assert str(lists) in Path("/proc/self/maps").read_text()
 
 
 def test_lists_that_are_missing_or_damaged_are_refused(index: Path, tmp_path: Path) -> None:
