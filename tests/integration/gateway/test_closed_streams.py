@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.fakes import Fault, Stage, eventually, logprob_of, staged
 from tests.integration.gateway.chat_calls import TOOLS
 from tests.integration.gateway.sdk_stage import CALL, TASK, finished, opened, stage
 from tests.integration.gateway.test_journal import killed
+from tests.journal_copy import copy_journal
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.trainer.batch.rows import rows_of
@@ -308,7 +308,7 @@ async def test_a_closed_stream_outlives_the_gateway(
             await again(client, text[: len(text) - shorter])
         again_killed = Path(tmp_path / "again")
         await eventually(lambda: not later.gateway.session(access.session_id).unpersisted)
-        await asyncio.to_thread(lambda: _copy(journal, again_killed))
+        copy_journal(journal, again_killed)
         trajectory = await finished(later, access)
     assert np.concatenate([turn.output_ids for turn in trajectory.turns[:-1]]).tolist() == ids
     assert trajectory.turns[-1].parent == 0
@@ -319,12 +319,6 @@ async def test_a_closed_stream_outlives_the_gateway(
             turn.output_ids.tolist() for turn in trajectory.turns
         ]
         assert all(turn.delivered for turn in turns[:-1])
-
-
-def _copy(journal: Path, to: Path) -> None:
-    to.mkdir()
-    for file in journal.iterdir():
-        (to / file.name).write_bytes(file.read_bytes())
 
 
 async def test_a_closed_stream_that_was_retried_is_not_counted_after_a_kill(

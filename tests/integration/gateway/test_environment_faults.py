@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from tests.environments import TASK, LocalEnvironments, Safe
 from tests.fakes import Stage, eventually, staged
 from tests.integration.gateway.test_environments import call, finished, id_of, opened, session_of
+from tests.journal_copy import copy_journal
 from tests.remote_workers import WORKER_KEY, Attempts
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.base import Session
@@ -336,7 +336,7 @@ async def test_an_attempt_that_is_given_back_gets_a_new_state(
 
 
 def killed(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(tmp_path / "journal", tmp_path / "after"))
+    return copy_journal(tmp_path / "journal", tmp_path / "after")
 
 
 async def reached(stage: Stage, session: Session) -> Session:
@@ -358,7 +358,7 @@ async def test_a_restarted_gateway_continues_with_the_state(
         await ask(session)
         calls = (await finished(later, session)).tool_calls
         assert [one.result for one in calls] == ["closed", "open"]
-        journal = shutil.copytree(tmp_path / "after", tmp_path / "last")
+        journal = copy_journal(tmp_path / "after", tmp_path / "last")
     async with staged(model, environments=service, journal=journal) as last:
         assert (await last.client.trajectory(id_of(session))).tool_calls == calls
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 import sqlite3
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.fakes import Stage, eventually, staged
+from tests.journal_copy import copy_journal
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
@@ -46,7 +46,7 @@ async def stage(model: Path, tmp_path: Path) -> AsyncIterator[Stage]:
 
 def killed(tmp_path: Path, name: str = "after") -> Path:
     """What a `kill -9` at this moment would leave of the journal."""
-    return Path(shutil.copytree(tmp_path / "journal", tmp_path / name))
+    return copy_journal(tmp_path / "journal", tmp_path / name)
 
 
 async def talk(stage: Stage, access: SessionAccess, turns: int, messages: list[Any] = ASK) -> list[Any]:
@@ -128,8 +128,7 @@ async def test_groups_keep_their_order_and_leases_their_trainer(
         await later.client.ack(3, held.lease_id, "trained")
         assert {row.id for row in await later.client.list_groups()} == {"a", "b"}
         await later.client.drop_group("b")
-        journal = killed(tmp_path, "later")
-        shutil.copytree(tmp_path / "after", tmp_path / "later", dirs_exist_ok=True)
+        journal = copy_journal(tmp_path / "after", tmp_path / "later")
     async with staged(model, journal=journal) as last:
         await last.client.ack(3, held.lease_id, "trained")
         assert [row.id for row in await last.client.list_groups()] == ["a"]
