@@ -76,7 +76,7 @@ PYTHONS ?= 3.12 3.13
 test-pythons: $(PYTHONS:%=test-python-%)  ## gateway, agents and settings with other versions of Python (minutes)
 test-python-%: .venvs/python%/.installed
 	$(<D)/bin/python -m pytest -p no:cacheprovider $(PYTHON_TESTS)
-PYTHON_TESTS := tests/unit/gateway tests/unit/agents tests/unit/test_config.py
+PYTHON_TESTS := tests/unit/gateway tests/unit/agents tests/unit/test_config.py tests/integration/gateway/test_chat.py --ignore tests/unit/gateway/test_renderers.py
 
 .venvs/python%/.installed: requirements/pythons.txt pyproject.toml
 	@echo "Installing into $(@D) ..."
