@@ -5,6 +5,7 @@ Arrays sent between processes have fixed types: token ids are int32, logprobs fl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -421,7 +422,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def to_wire(value: Any) -> bytes:
     """Returns turns, trajectories and groups as MessagePack, their arrays as little-endian bytes."""
-    return msgspec.msgpack.encode(value, enc_hook=_array_bytes)
+    return msgspec.msgpack.encode(value, enc_hook=array_bytes)
 
 
 def from_wire(data: bytes, kind: type[T]) -> T:
@@ -429,11 +430,22 @@ def from_wire(data: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
 
 
-def _array_bytes(array: npt.NDArray[Any]) -> bytes:
-    return array.astype({"i": "<i4", "f": "<f4", "u": "u1"}[array.dtype.kind], copy=False).tobytes()
+def array_bytes(array: npt.NDArray[Any]) -> bytes:
+    """Returns an array's little-endian bytes."""
+    return array.astype(_WIRE_TYPES[array.dtype.kind], copy=False).tobytes()
 
 
-def _array(kind: type[Any], data: bytes) -> npt.NDArray[Any]:
-    """Returns an array of a type such as `Ids`."""
-    [dtype] = get_args(get_args(kind)[1])
-    return np.frombuffer(data, dtype=dtype)
+_WIRE_TYPES = {"i": "<i4", "f": "<f4", "u": "u1"}
+
+
+@functools.cache
+def element_type(kind: Any) -> np.dtype[Any]:
+    """Returns the type of the elements of an array type such as `Ids`."""
+    [element] = get_args(get_args(kind)[1])
+    dtype: np.dtype[Any] = np.dtype(element)
+    return dtype
+
+
+def _array(kind: Any, data: bytes) -> npt.NDArray[Any]:
+    """Returns an array of a type such as `Ids`, which shares `data`."""
+    return np.frombuffer(data, dtype=element_type(kind))

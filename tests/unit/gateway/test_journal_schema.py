@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import fields
 
 import numpy as np
 
 from tidegate.gateway.ids import hash_key
-from tidegate.gateway.journal import schema
+from tidegate.gateway.journal import schema, turns
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan, from_wire, to_wire
+from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan, to_wire
 
 TURN = Turn(
     index=5,
@@ -45,19 +46,26 @@ def test_every_field_of_a_turn_comes_back() -> None:
     node = TurnNode(
         TURN, TurnRequestInfo("id", b"d", "key", 4), b"root", b"asked", b"key", said, {"role": "assistant"}, 0
     )
-    row = schema.turn_row(7, node)
-    assert schema.session_and_index(row[0]) == (7, 5)
     first, last = schema.turn_range(7)
-    assert first <= row[0] <= last < schema.turn_id(8, 0)
-    back = from_wire(row[1], TurnNode)
+    assert first <= schema.turn_id(7, 5) <= last < schema.turn_id(8, 0)
+    assert schema.session_and_index(schema.turn_id(7, 5)) == (7, 5)
+    database = sqlite3.connect(":memory:")
+    database.executescript(turns.TABLES)
+    database.execute(turns.INSERT, turns.row(7, node))
+    unpacked = turns.read(database)
+    turns.pack(database, 7)
+    assert [len(nodes[7]) for nodes in (unpacked, turns.read(database))] == [6, 6]
+    for nodes in (unpacked, turns.read(database)):
+        assert [before.turn.finish_reason for before in nodes[7][:5]] == ["lost"] * 5
+        check_node(nodes[7][5], node)
+    database.close()
+
+
+def check_node(back: TurnNode, node: TurnNode) -> None:
     assert to_wire(back.turn) == to_wire(TURN)
-    assert (back.request, back.tools_hash, back.history_hash, back.reply_hash) == (
-        node.request,
-        b"root",
-        b"asked",
-        b"key",
-    )
-    assert (back.new_messages, back.reply) == (said, node.reply)
+    hashes = (back.tools_hash, back.history_hash, back.reply_hash)
+    assert (back.request, *hashes) == (node.request, b"root", b"asked", b"key")
+    assert (back.new_messages, back.reply) == (node.new_messages, node.reply)
     assert back.turn.output_ids.dtype == np.int32
     assert back.turn.logprobs.dtype == np.float32
 

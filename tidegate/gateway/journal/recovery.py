@@ -11,7 +11,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.gateway.engines.engine import EngineRecord
-from tidegate.gateway.journal import schema
+from tidegate.gateway.journal import schema, turns
 from tidegate.gateway.journal.base import Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tool_calls import SessionToolCalls
@@ -26,7 +26,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
     failpoints.reach("orphans.before")
     _drop_orphans(connection)
     failpoints.reach("orphans.after")
-    turns = _turns(connection)
+    nodes = _turns(connection)
     rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
         rewards[number][turn][name] = value
@@ -34,7 +34,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
     offset = asyncio.get_running_loop().time() - time.time()
     sessions = []
     for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
-        session = _session(row, turns.pop(row[0], []), tool_calls[row[0]], offset)
+        session = _session(row, nodes.pop(row[0], []), tool_calls[row[0]], offset)
         session.turn_rewards = dict(rewards[session.number])
         session.rewards = session.turn_rewards.pop(schema.WHOLE_SESSION, {})
         sessions.append(session)
@@ -58,24 +58,19 @@ def load(connection: sqlite3.Connection) -> Recovered:
 
 def _drop_orphans(connection: sqlite3.Connection) -> None:
     """Delete rows that were written after their session was deleted."""
-    of_turn = f"id >> {schema.TURN_BITS}"
-    columns = {"turns": of_turn, "sent": of_turn, "rewards": "session", "tool_calls": "session"}
-    for table, number in columns.items():
+    columns = dict.fromkeys(("turns", "packs", "rewards", "tool_calls"), "session")
+    for table, number in {**columns, "sent": f"id >> {schema.TURN_BITS}"}.items():
         connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
 
 
 def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
-    """The turns of each session in order; a missing turn was never sent and becomes a `lost_turn`."""
-    sent = {row_id for (row_id,) in connection.execute("SELECT id FROM sent")}
-    turns: dict[int, list[TurnNode]] = defaultdict(list)
-    for row_id, data in connection.execute("SELECT id, node FROM turns ORDER BY id"):
-        node = from_wire(data, TurnNode)
+    """The turns of each session in order; a missing turn was never sent and becomes a placeholder."""
+    sessions = turns.read(connection)
+    for (row_id,) in connection.execute("SELECT id FROM sent"):
         number, index = schema.session_and_index(row_id)
-        nodes = turns[number]
-        nodes += [schema.lost_turn(missing) for missing in range(len(nodes), index)]
-        node.turn.delivered = row_id in sent
-        nodes.append(node)
-    return turns
+        if index < len(nodes := sessions.get(number, [])):
+            nodes[index].turn.delivered = True
+    return sessions
 
 
 def _tool_calls(connection: sqlite3.Connection) -> dict[int, SessionToolCalls]:
@@ -103,14 +98,14 @@ def _session(
         _mark_in_doubt(nodes)
         session.restart_reason = INTERRUPTED
     else:
-        nodes += [schema.lost_turn(missing) for missing in range(len(nodes), len(delivered))]
+        nodes += [turns.lost(missing) for missing in range(len(nodes), len(delivered))]
         for node, went_out in zip(nodes, delivered, strict=True):
             node.turn.delivered = bool(went_out)
         session.ending = schema.read_ending(ending, offset)
         session.closed = "it was finished"
     session.tool_calls = tool_calls
-    session.tree = TurnTree.restored(nodes)
-    for node in nodes:
+    session.tree = TurnTree.restored(nodes, closed=ending is not None)
+    for node in nodes if ending is None else ():
         session.calls.add_recorded(node)
     if session.ending is not None and result is not None:
         session.trajectory = trajectory_of(session, session.ending)

@@ -1,6 +1,6 @@
 """The journal's tables, and the conversion between rows and objects.
 
-Turns are stored as MessagePack (`to_wire`), other input stays JSON. Times are wall-clock seconds, because a
+`turns` converts turns; other input stays JSON. Times are wall-clock seconds, because a
 loop's clock is meaningless in the next process.
 """
 
@@ -10,21 +10,19 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
-
+from tidegate.gateway.journal import turns
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest, SessionResult
-from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn, fields_of, to_wire
+from tidegate.types import Outcome, Sampling, Task, Trajectory, fields_of
 
-VERSION = 6
+VERSION = 7
 """Version of this schema; the database's `user_version`."""
-TABLES = """
+TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,
     opened REAL NOT NULL, deadline REAL NOT NULL, ending TEXT, delivered BLOB, result TEXT, forget_at REAL
 );
-CREATE TABLE turns (id INTEGER PRIMARY KEY, node BLOB NOT NULL);
+{turns.TABLES}
 CREATE TABLE sent (id INTEGER PRIMARY KEY);
 CREATE TABLE rewards (
     session INTEGER, turn INTEGER, name TEXT, value REAL, PRIMARY KEY (session, turn, name)
@@ -42,7 +40,6 @@ CREATE TABLE engines (
 );
 CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
-INSERT_TURN = "INSERT OR REPLACE INTO turns VALUES (?, ?)"
 TURN_BITS = 24
 WHOLE_SESSION = -1
 """Value of the column `turn` of `rewards` for a reward of the whole session."""
@@ -50,7 +47,7 @@ _REQUEST = [field.name for field in fields(SessionRequest)]
 
 
 def turn_id(number: int, index: int) -> int:
-    """Row id of a turn; a session's turns are adjacent, so no index is needed."""
+    """Row id in `sent` of a turn; those of a session are adjacent."""
     return number << TURN_BITS | index
 
 
@@ -61,18 +58,6 @@ def turn_range(number: int) -> tuple[int, int]:
 
 def session_and_index(row_id: int) -> tuple[int, int]:
     return row_id >> TURN_BITS, row_id & (1 << TURN_BITS) - 1
-
-
-def turn_row(number: int, node: TurnNode) -> tuple[int, bytes]:
-    return turn_id(number, node.turn.index), to_wire(node)
-
-
-def lost_turn(index: int) -> TurnNode:
-    """Placeholder of a turn that was never written or sent; keeps the indices of the others."""
-    ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
-    turn = Turn(index, None, ids, ids, logprobs, (), "lost", 1.0, delivered=False, branch="lost: not written")
-    reply = {"role": "assistant", "content": ""}
-    return TurnNode(turn, TurnRequestInfo(), b"", b"", b"", [], reply, 0)
 
 
 def session_row(session: GatewaySession) -> str:

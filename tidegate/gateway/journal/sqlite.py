@@ -7,6 +7,8 @@ A killed process loses nothing that was acknowledged. A power failure may lose t
 from __future__ import annotations
 
 import asyncio
+import functools
+import gc
 import json
 import sqlite3
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway.engines.engine import EngineRecord
-from tidegate.gateway.journal import schema
+from tidegate.gateway.journal import schema, turns
 from tidegate.gateway.journal.base import REMEMBERED, Journal, Recovered, StoredGroup
 from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.journal.writer import Statement, Writer
@@ -28,6 +30,8 @@ FILE = "journal.sqlite"
 FLUSH_DELAY_S = 0.05
 """Longest delay in seconds between sending a reply and recording that it was sent."""
 _SETTINGS = """
+PRAGMA page_size = 1024;
+PRAGMA wal_autocheckpoint = 4096;
 PRAGMA auto_vacuum = INCREMENTAL;
 PRAGMA locking_mode = EXCLUSIVE;
 PRAGMA journal_mode = WAL;
@@ -66,10 +70,15 @@ class DiskJournal(Journal):
         return self._writer.problem
 
     def load(self) -> Recovered:
+        collecting = gc.isenabled()
+        gc.disable()  # its passes over the growing number of objects would take half of the time
         try:
             return load(self._connection)
         except sqlite3.Error as error:
             raise StartError(_unusable(self._path, error)) from error
+        finally:
+            if collecting:
+                gc.enable()
 
     async def close(self) -> None:
         self._flush()
@@ -106,8 +115,8 @@ class DiskJournal(Journal):
         await self._writer.write("tool_called", ("INSERT INTO tool_calls VALUES (?, ?, ?, ?)", [row]))
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
-        rows = [schema.turn_row(session.number, node) for node in nodes]
-        return self._writer.write("recorded", (schema.INSERT_TURN, rows), *_closed(session, nodes))
+        rows = [turns.row(session.number, node) for node in nodes]
+        return self._writer.write("recorded", (turns.INSERT, rows), *_closed(session, nodes))
 
     def sent(self, session: GatewaySession, index: int) -> None:
         self._sent.append(schema.turn_id(session.number, index))
@@ -139,9 +148,12 @@ class DiskJournal(Journal):
         delivered = bytes(node.turn.delivered for node in session.tree.nodes)
         ending = schema.ending_row(session.ending, _wall(session.ending.at))
         update = "UPDATE sessions SET ending = ?, delivered = ? WHERE number = ?"
-        late = [schema.turn_row(session.number, node) for node in session.unpersisted.values()]
+        late = [turns.row(session.number, node) for node in session.unpersisted.values()]
         await self._writer.write(
-            "closing", (schema.INSERT_TURN, late), (update, [(ending, delivered, session.number)])
+            "closing",
+            (turns.INSERT, late),
+            functools.partial(turns.pack, session=session.number),
+            (update, [(ending, delivered, session.number)]),
         )
 
     async def finished(self, session: GatewaySession, trajectory: Trajectory, forget_at: float) -> None:
@@ -160,7 +172,7 @@ class DiskJournal(Journal):
         ranges = [schema.turn_range(number) for number in numbers]
         return [
             ("DELETE FROM sessions WHERE number = ?", [(number,) for number in numbers]),
-            ("DELETE FROM turns WHERE id BETWEEN ? AND ?", ranges),
+            *((sql, [(number,) for number in numbers]) for sql in turns.DELETE),
             ("DELETE FROM sent WHERE id BETWEEN ? AND ?", ranges),
             ("DELETE FROM rewards WHERE session = ?", [(number,) for number in numbers]),
             ("DELETE FROM tool_calls WHERE session = ?", [(number,) for number in numbers]),

@@ -13,7 +13,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ log = logging.getLogger("tidegate.gateway")
 MAX_BATCH = 512
 MAINTAIN_S = 1.0
 """Seconds until deleted rows are removed from the write-ahead log and unused space is freed."""
-_SPARE_PAGES = 512
+_SPARE_PAGES = 2048
 """Free pages kept for later writes."""
 
-_VACUUM_PAGES = 2048
+_VACUUM_PAGES = 4096
 """Pages freed at a time, as writes wait meanwhile."""
 
-Statement = tuple[str, Sequence[Sequence[Any]]]
-"""SQL and its parameter rows."""
+Statement = tuple[str, Sequence[Sequence[Any]]] | Callable[[sqlite3.Connection], None]
+"""SQL and its parameter rows, or a function that changes rows."""
 
 
 @dataclass(eq=False, slots=True)
@@ -127,12 +127,8 @@ class Writer:
         execute("BEGIN IMMEDIATE")
         try:
             for write in batch:
-                for sql, rows in write.statements:
-                    if len(rows) == 1:
-                        execute(sql, rows[0])
-                    else:
-                        self._connection.executemany(sql, rows)
-                    self._deleted |= sql.startswith("DELETE")
+                for statement in write.statements:
+                    self._deleted |= _execute(self._connection, statement)
                 failpoints.reach(f"{write.name}.within")
             execute("COMMIT")
         except BaseException:
@@ -188,3 +184,16 @@ class Writer:
             else:
                 why = f"the journal {self._path} cannot be written ({write.error}); {write.name!r} failed"
                 write.done.set_exception(GatewayError(why, status=503))
+
+
+def _execute(connection: sqlite3.Connection, statement: Statement) -> bool:
+    """Executes a statement; returns whether it deletes rows."""
+    if callable(statement):
+        statement(connection)
+        return True
+    sql, rows = statement
+    if len(rows) == 1:
+        connection.execute(sql, rows[0])
+    else:
+        connection.executemany(sql, rows)
+    return sql.startswith("DELETE")

@@ -256,21 +256,23 @@ class TurnTree:
         self._by_reply_hash[node.reply_hash] = index
 
     @classmethod
-    def restored(cls, nodes: Sequence[TurnNode]) -> TurnTree:
-        """Builds a tree from recorded turns in their order and sets their `length`."""
+    def restored(cls, nodes: Sequence[TurnNode], *, closed: bool = False) -> TurnTree:
+        """Builds a tree from recorded turns in their order and sets their `length`. The tree of a `closed`
+        session has no indexes, as no request extends it."""
         tree = cls()
         for node in nodes:
             parent = node.turn.parent
             node.length = (0 if parent is None else nodes[parent].length) + len(node.new_messages) + 1
             if parent is not None:
                 nodes[parent].quoted = True
-            tree._add(node)
+            tree._add(node, index=not closed)
         return tree
 
-    def _add(self, node: TurnNode) -> None:
+    def _add(self, node: TurnNode, *, index: bool = True) -> None:
         self.nodes.append(node)
         self.sampled_tokens += len(node.turn.output_ids)
-        self._index(node)
+        if index:
+            self._index(node)
 
     def _index(self, node: TurnNode) -> None:
         index = node.turn.index

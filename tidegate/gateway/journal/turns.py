@@ -1,0 +1,111 @@
+"""Stores turns: a row for each turn of a running session, one compressed pack for a closed session.
+
+Rows are appended in the order of writing, which costs a third of keeping a session's turns adjacent: most
+transactions then change a few pages of the table. If a turn is written again, its later row counts. When a
+session is closed, the journal's thread replaces its rows by a pack, in the transaction that closes it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import zstandard
+
+from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
+from tidegate.types import Message, Turn, array_bytes, element_type
+
+TABLES = """
+CREATE TABLE turns (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, node BLOB NOT NULL);
+CREATE INDEX turns_of_session ON turns (session);
+CREATE TABLE packs (session INTEGER PRIMARY KEY, turns BLOB NOT NULL);
+"""
+INSERT = "INSERT INTO turns (session, node) VALUES (?, ?)"
+DELETE = ("DELETE FROM turns WHERE session = ?", "DELETE FROM packs WHERE session = ?")
+_LEVEL = 1
+"""Level 3 takes 4 % fewer bytes and 40 % more time."""
+_HEADER = struct.Struct(">BI")  # MessagePack's array of 2³² elements at most
+_ARRAY = 0xDD
+
+# Fields by position, as their names would take a quarter of a row.
+_FIELDS = [field.name for field in fields(Turn)]
+_turn_values = attrgetter(*_FIELDS)
+_node_values = attrgetter("request", "tools_hash", "history_hash", "reply_hash", "new_messages", "reply")
+_encoder = msgspec.msgpack.Encoder(enc_hook=array_bytes)
+
+# Arrays are read as bytes, which the arrays of the turn then share.
+_TYPES = get_type_hints(Turn, include_extras=True)
+_ARRAYS = [
+    (at, element_type(array))
+    for at, name in enumerate(_FIELDS)
+    for array in (_TYPES[name], *get_args(_TYPES[name]))
+    if get_origin(array) is np.ndarray
+]
+_STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
+_VALUES: Any = tuple[*(_STORED[name] for name in _FIELDS)]  # type: ignore[misc]
+_Node = tuple[TurnRequestInfo, bytes, bytes, bytes, list[Message], Message]
+_Row: Any = tuple[_VALUES, _Node]
+_row_decoder: Any = msgspec.msgpack.Decoder(_Row)
+_pack_decoder: Any = msgspec.msgpack.Decoder(list[_Row])
+
+
+def row(session: int, node: TurnNode) -> tuple[int, bytes]:
+    """Returns the parameters of INSERT for a turn of session number `session`."""
+    return session, _encoder.encode((_turn_values(node.turn), _node_values(node)))
+
+
+def lost(index: int) -> TurnNode:
+    """Returns the placeholder of a turn that was never written or sent; keeps the indices of the others."""
+    ids, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    turn = Turn(index, None, ids, ids, logprobs, (), "lost", 1.0, delivered=False, branch="lost: not written")
+    reply = {"role": "assistant", "content": ""}
+    return TurnNode(turn, TurnRequestInfo(), b"", b"", b"", [], reply, 0)
+
+
+def pack(connection: sqlite3.Connection, session: int) -> None:
+    """Replaces the rows of a session by its pack, within the caller's transaction."""
+    rows = [
+        data
+        for (data,) in connection.execute("SELECT node FROM turns WHERE session = ? ORDER BY id", (session,))
+    ]
+    if not rows:
+        return
+    for (earlier,) in connection.execute("SELECT turns FROM packs WHERE session = ?", (session,)):
+        rows = [*msgspec.msgpack.decode(zstandard.decompress(earlier), type=list[msgspec.Raw]), *rows]
+    data = zstandard.ZstdCompressor(_LEVEL).compress(_HEADER.pack(_ARRAY, len(rows)) + b"".join(rows))
+    connection.execute("REPLACE INTO packs VALUES (?, ?)", (session, data))
+    connection.execute(DELETE[0], (session,))
+
+
+def read(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
+    """Reads the turns of each session in order; a missing one is `lost`."""
+    sessions: dict[int, list[TurnNode]] = defaultdict(list)
+    unpack = zstandard.ZstdDecompressor().decompress
+    for session, data in connection.execute("SELECT session, turns FROM packs"):
+        for stored in _pack_decoder.decode(unpack(data)):
+            _place(sessions[session], *stored)
+    for session, data in connection.execute("SELECT session, node FROM turns ORDER BY id"):
+        _place(sessions[session], *_row_decoder.decode(data))
+    return sessions
+
+
+def _place(nodes: list[TurnNode], turn: Sequence[Any], node: _Node) -> None:
+    """Adds a turn to those of its session; a turn that was written before is replaced."""
+    values = list(turn)
+    for at, element in _ARRAYS:
+        if (data := values[at]) is not None:
+            values[at] = np.frombuffer(data, element)
+    restored = TurnNode(Turn(*values), *node, 0)
+    index = restored.turn.index
+    if index == len(nodes):
+        nodes.append(restored)
+    else:
+        nodes += map(lost, range(len(nodes), index))
+        nodes[index : index + 1] = [restored]
