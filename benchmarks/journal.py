@@ -115,7 +115,7 @@ class Book:
         self._journal.load()
         self._material = material
         self._opened = 0
-        self.groups: list[StoredGroup] = []
+        self.sealed = 0
         self.running: list[GatewaySession] = []
         self.members: dict[str, list[GatewaySession]] = {}
         self.record_cpu_s = 0.0
@@ -155,18 +155,17 @@ class Book:
 
     async def _seal(self, group: str, sessions: list[GatewaySession]) -> None:
         trajectories = [one.trajectory for one in sessions if one.trajectory is not None]
-        entry = StoredGroup(Group(group, f"t{group}", trajectories), len(self.groups) + 1)
+        entry = StoredGroup.of(Group(group, f"t{group}", trajectories), self.sealed + 1)
         await self._journal.sealed(entry)
         for session in sessions:  # the benchmark's own memory
             session.trajectory, session.tree = None, type(session.tree)()
-        entry.group.trajectories = []
-        self.groups.append(entry)
         self.members[group] = sessions
+        self.sealed += 1
 
     async def consume(self) -> None:
         """Ends all groups and deletes the running sessions."""
-        for entry in self.groups:
-            await self._journal.ended(entry.group.id, "trained", None, self.members[entry.group.id])
+        for group, sessions in self.members.items():
+            await self._journal.ended(group, "trained", None, sessions)
         await self._journal.forgotten(self.running)
 
     def size(self) -> int:

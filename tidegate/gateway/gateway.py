@@ -144,7 +144,7 @@ class Gateway:
             self.sessions.add(session)
             self.attempts.restore(session)
             self.states.restore(session)
-            if session.trajectory is None and session.ending is not None:
+            if not session.finished and session.ending is not None:
                 self.finisher.start_finishing(session)
         self.finisher.cancel_older()
         if recovered.sessions:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import sqlite3
 from collections.abc import AsyncIterator
@@ -140,6 +141,45 @@ async def test_groups_keep_their_order_and_leases_their_trainer(
         assert [one.id for one in await last.client.lease(4, 9)] == ["a"]
         with pytest.raises(GatewayError, match="newer trainer"):
             await last.client.ack(4, group.lease_id, "trained")
+
+
+async def test_turns_of_finished_sessions_are_read_at_their_first_use(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
+    before = {}
+    for name in ("leased", "listed"):
+        access = await stage.client.open_session(task=TASK, group_id=name, slot=0)
+        await talk(stage, access, 3)
+        await stage.client.finish(access.session_id, reward=0.5)
+        await stage.client.seal_group(name, "t1", [access.session_id])
+        before[name] = essence(await stage.client.trajectory(access.session_id))
+    rows = await stage.client.list_groups()
+    async with staged(model, journal=killed(tmp_path)) as later:
+        unread = lambda: [one.group_id for one in later.gateway.sessions.all() if one.read_back]  # noqa: E731
+        assert await later.client.list_groups() == rows
+        await later.gateway.finisher.expire(0.0)
+        assert unread() == ["leased", "listed"]
+        [group] = await later.client.lease(1, 1)
+        assert [essence(one) for one in group.trajectories] == [before["leased"]]
+        assert unread() == ["listed"]
+        [group] = await later.client.lease(1, 1)
+        assert [essence(one) for one in group.trajectories] == [before["listed"]]
+
+
+async def test_turns_of_closed_sessions_are_packed_and_leave_the_files(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "MAINTAIN_S", 0.01)
+    access = await stage.client.open_session(task=TASK)
+    await talk(stage, access, 3, [{"role": "user", "content": "once more, once more, once more"}])
+    await stage.client.finish(access.session_id, reward=1.0)
+    with contextlib.closing(sqlite3.connect(killed(tmp_path) / FILE)) as connection:
+        assert connection.execute("SELECT count(*) FROM turns").fetchall() == [(0,)]
+        [(pack,)] = connection.execute("SELECT turns FROM packs").fetchall()
+    end, journal = pack[-16:], tmp_path / "journal"  # bytes that are adjacent on their page
+    assert any(end in path.read_bytes() for path in journal.iterdir())
+    await stage.client.delete_session(access.session_id)
+    await eventually(lambda: not any(end in path.read_bytes() for path in journal.iterdir()))
 
 
 async def test_one_journal_has_one_gateway(stage: Stage, model: Path, tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
@@ -52,12 +54,11 @@ def test_every_field_of_a_turn_comes_back() -> None:
     database = sqlite3.connect(":memory:")
     database.executescript(turns.TABLES)
     database.execute(turns.INSERT, turns.row(7, node))
-    unpacked = turns.read(database)
+    rows = turns.nodes(turns.read(database)[7])
     turns.pack(database, 7)
-    assert [len(nodes[7]) for nodes in (unpacked, turns.read(database))] == [6, 6]
-    for nodes in (unpacked, turns.read(database)):
-        assert [before.turn.finish_reason for before in nodes[7][:5]] == ["lost"] * 5
-        check_node(nodes[7][5], node)
+    for nodes in (rows, turns.nodes(turns.read(database)[7])):
+        assert [before.turn.finish_reason for before in nodes[:-1]] == ["lost"] * 5
+        check_node(nodes[5], node)
     database.close()
 
 
@@ -68,6 +69,29 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert (back.new_messages, back.reply) == (node.new_messages, node.reply)
     assert back.turn.output_ids.dtype == np.int32
     assert back.turn.logprobs.dtype == np.float32
+
+
+def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(turns.TABLES)
+        asked: list[Any] = [{"role": "user", "content": "a text of the first turn"}]
+        for index, parse in ((0, "ok"), (1, "ok"), (0, "malformed"), (2, "ok")):
+            said = asked if index == 0 else []
+            turn = replace(TURN, index=index, parent=None, parse=parse)
+            node = TurnNode(turn, TurnRequestInfo(), b"", b"", b"", said, {"role": "assistant"}, 0)
+            database.execute(turns.INSERT, turns.row(4, node))
+            if index == 1:
+                turns.pack(database, 4)
+        rows = [data for (data,) in database.execute("SELECT node FROM turns")]
+        assert [b"a text of the first turn" in data for data in rows] == [True, False], "only in its own turn"
+        before = turns.nodes(turns.read(database)[4])
+        turns.pack(database, 4)
+        turns.pack(database, 4)  # again, as after a failed finish
+        assert database.execute("SELECT count(*) FROM turns").fetchall() == [(0,)]
+        after = turns.nodes(turns.read(database)[4], 4)
+    assert [node.turn.parse for node in before] == ["malformed", "ok", "ok"]
+    assert to_wire(after[:3]) == to_wire(before)
+    assert [node.turn.finish_reason for node in after[3:]] == ["lost"]
 
 
 def test_what_a_session_was_opened_with_comes_back() -> None:

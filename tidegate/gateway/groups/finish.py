@@ -152,7 +152,7 @@ class SessionFinisher:
         """Delete sessions past deadline and grace, or past retention; a sealed group never expires."""
         expired = []
         for session in self._sessions.all():
-            if session.trajectory is None and now >= session.deadline:
+            if not session.finished and now >= session.deadline:
                 session.close("its deadline passed")
             rewarding = session.finishing is not None and not session.finishing.done()
             if now >= self._expires_at(session) and not rewarding and not self._sealed(session):

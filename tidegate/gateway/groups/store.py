@@ -60,7 +60,7 @@ class GroupStore:
         self.acked: dict[str, int] = {}
 
     def restore(self, recovered: Recovered) -> None:
-        self._entries = {entry.group.id: entry for entry in recovered.entries}
+        self._entries = {entry.id: entry for entry in recovered.entries}
         self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
         self._ended_leases.update(recovered.ended_leases)
         self._ended_groups.update(recovered.ended_groups)
@@ -87,7 +87,7 @@ class GroupStore:
                 return
             if group.id in self._ended_groups:
                 raise GatewayError(f"group {group.id} has ended: {self._ended_groups[group.id]}", status=410)
-            entry = StoredGroup(group, self._last_order + 1)
+            entry = StoredGroup.of(group, self._last_order + 1)
             await self._journal.sealed(entry, group.trajectories if ranked else ())
             self._last_order += 1
             self.sealed += 1
@@ -146,9 +146,9 @@ class GroupStore:
                 (entry, self._id_prefix + secrets.token_hex(12)) for entry in self._ready()[:max_groups]
             ]
             if leased:
-                await self._journal.leased([(entry.group.id, lease_id, key) for entry, lease_id in leased])
+                await self._journal.leased([(entry.id, lease_id, key) for entry, lease_id in leased])
             for entry, lease_id in leased:
-                entry.lease_id = entry.group.lease_id = lease_id
+                entry.lease_id = lease_id
                 entry.key, entry.deliveries = key, 1
                 self._leases[lease_id] = entry
             return [entry.group for entry, _ in leased]
@@ -161,7 +161,7 @@ class GroupStore:
                 entry.deliveries -= 1
                 if entry.deliveries <= 0:
                     entries.append(entry)
-            await self._journal.returned([entry.group.id for entry in entries])
+            await self._journal.returned([entry.id for entry in entries])
             for entry in entries:
                 self._end_lease(entry)
         await self._notify()
@@ -189,7 +189,7 @@ class GroupStore:
                 if reason is None:
                     raise GatewayError(f"there is no lease {lease_id}", status=404)
                 return []
-            members = await self._end(entry.group.id, outcome if why is None else f"{outcome}: {why}")
+            members = await self._end(entry.id, outcome if why is None else f"{outcome}: {why}")
             self.acked[outcome] = self.acked.get(outcome, 0) + 1
         await self._notify()
         return members
@@ -232,7 +232,7 @@ class GroupStore:
     def _end_lease(self, entry: StoredGroup) -> None:
         if entry.lease_id is not None:
             self._leases.pop(entry.lease_id, None)
-        entry.lease_id, entry.group.lease_id, entry.key, entry.deliveries = None, "", "", 0
+        entry.lease_id, entry.key, entry.deliveries = None, "", 0
 
     def _has(self, key: str) -> bool:
         return bool(self._held(key)) or any(entry.lease_id is None for entry in self._entries.values())

@@ -13,7 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Group, Outcome, Trajectory, fields_of
+from tidegate.types import Outcome, Trajectory, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
 
@@ -261,10 +261,9 @@ def group_rows(sessions: SessionStore, groups: GroupStore) -> list[dict[str, Any
             row = _group_row(group_id, "live", oldest, [m.id for m in members], unended)
             rows.append(row | {"client": members[0].client, "outcome": _unrewarded_end(members[0])})
     for entry in groups.entries():
-        ids = [trajectory.session_id for trajectory in entry.group.trajectories]
-        group = entry.group
-        row = _group_row(group.id, entry.state, group.oldest_version(), ids)
-        rows.append(row | {"newest_version": group.newest_version(), "reward": _mean_reward(group)})
+        summary = entry.summary
+        row = _group_row(entry.id, entry.state, summary.oldest_version, entry.sessions)
+        rows.append(row | {"newest_version": summary.newest_version, "reward": summary.reward})
     return rows
 
 
@@ -282,15 +281,8 @@ def _group_row(
 
 def _unrewarded_end(session: GatewaySession) -> str | None:
     """Returns the outcome of a client's conversation that has ended without a reward; else None."""
-    trajectory = session.trajectory
-    if session.conversation is None or trajectory is None or trajectory.reward is not None:
-        return None
-    return trajectory.outcome.value
-
-
-def _mean_reward(group: Group) -> float | None:
-    rewards = [one.reward for one in group.trajectories if one.reward is not None]
-    return sum(rewards) / len(rewards) if rewards else None
+    trajectory = None if session.conversation is None else session.trajectory
+    return None if trajectory is None or trajectory.reward is not None else trajectory.outcome.value
 
 
 B = TypeVar("B", bound=Body)

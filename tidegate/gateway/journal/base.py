@@ -18,7 +18,7 @@ the reply. Later events decide:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -141,15 +141,52 @@ REMEMBERED = 65_536
 """Number of ended groups and leases whose ids are kept, so that late calls get a reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    """What lists show of a sealed group; computed once, as a restart does not read its turns."""
+
+    oldest_version: int | None
+    newest_version: int | None
+    reward: float | None
+    """Mean reward of its episodes; None if none has one."""
+
+    @classmethod
+    def of(cls, group: Group) -> GroupSummary:
+        rewards = [one.reward for one in group.trajectories if one.reward is not None]
+        mean = sum(rewards) / len(rewards) if rewards else None
+        return cls(group.oldest_version(), group.newest_version(), mean)
+
+
 @dataclass(eq=False, slots=True)
 class StoredGroup:
-    group: Group
+    """A sealed group."""
+
+    id: str
     order: int
+    sessions: list[str]
+    """Ids of its sessions, in the order of their slots."""
+    summary: GroupSummary
+    read: Callable[[], Group]
+    """Returns the group with its trajectories."""
     lease_id: str | None = None
     key: str = ""
     """Key of the lease request."""
     deliveries: int = 0
     """Responses that carried this lease, less those that were not delivered."""
+    _group: Group | None = None
+
+    @classmethod
+    def of(cls, group: Group, order: int) -> StoredGroup:
+        sessions = [trajectory.session_id for trajectory in group.trajectories]
+        return cls(group.id, order, sessions, GroupSummary.of(group), lambda: group)
+
+    @property
+    def group(self) -> Group:
+        """The group with its current lease."""
+        if self._group is None:
+            self._group = self.read()
+        self._group.lease_id = self.lease_id or ""
+        return self._group
 
     @property
     def state(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import sqlite3
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.gateway.engines.engine import EngineRecord
 from tidegate.gateway.journal import schema, turns
-from tidegate.gateway.journal.base import Recovered, StoredGroup
+from tidegate.gateway.journal.base import GroupSummary, Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tool_calls import SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
@@ -26,7 +27,8 @@ def load(connection: sqlite3.Connection) -> Recovered:
     failpoints.reach("orphans.before")
     _drop_orphans(connection)
     failpoints.reach("orphans.after")
-    nodes = _turns(connection)
+    stored = turns.read(connection)
+    sent = _sent(connection)
     rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
         rewards[number][turn][name] = value
@@ -34,8 +36,9 @@ def load(connection: sqlite3.Connection) -> Recovered:
     offset = asyncio.get_running_loop().time() - time.time()
     sessions = []
     for row in connection.execute("SELECT * FROM sessions ORDER BY number"):
-        session = _session(row, nodes.pop(row[0], []), tool_calls[row[0]], offset)
-        session.turn_rewards = dict(rewards[session.number])
+        number = row[0]
+        session = _session(row, stored.pop(number, []), sent[number], tool_calls[number], offset)
+        session.turn_rewards = dict(rewards[number])
         session.rewards = session.turn_rewards.pop(schema.WHOLE_SESSION, {})
         sessions.append(session)
     by_id = {session.id: session for session in sessions}
@@ -63,14 +66,13 @@ def _drop_orphans(connection: sqlite3.Connection) -> None:
         connection.execute(f"DELETE FROM {table} WHERE {number} NOT IN (SELECT number FROM sessions)")
 
 
-def _turns(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
-    """The turns of each session in order; a missing turn was never sent and becomes a placeholder."""
-    sessions = turns.read(connection)
+def _sent(connection: sqlite3.Connection) -> dict[int, list[int]]:
+    """The indices of the turns of each session whose replies were sent."""
+    sent: dict[int, list[int]] = defaultdict(list)
     for (row_id,) in connection.execute("SELECT id FROM sent"):
         number, index = schema.session_and_index(row_id)
-        if index < len(nodes := sessions.get(number, [])):
-            nodes[index].turn.delivered = True
-    return sessions
+        sent[number].append(index)
+    return sent
 
 
 def _tool_calls(connection: sqlite3.Connection) -> dict[int, SessionToolCalls]:
@@ -83,7 +85,11 @@ def _tool_calls(connection: sqlite3.Connection) -> dict[int, SessionToolCalls]:
 
 
 def _session(
-    row: tuple[Any, ...], nodes: list[TurnNode], tool_calls: SessionToolCalls, offset: float
+    row: tuple[Any, ...],
+    stored: list[bytes],
+    sent: list[int],
+    tool_calls: SessionToolCalls,
+    offset: float,
 ) -> GatewaySession:
     number, session_id, key_hash, about, opened, deadline, ending, delivered, result, forget_at = row
     session = schema.read_session(
@@ -94,25 +100,44 @@ def _session(
         deadline=deadline + offset,
         number=number,
     )
+    session.tool_calls = tool_calls
     if ending is None:
+        nodes = turns.nodes(stored)
+        for index in sent:
+            if index < len(nodes):
+                nodes[index].turn.delivered = True
         _mark_in_doubt(nodes)
         session.restart_reason = INTERRUPTED
+        session.tree = TurnTree.restored(nodes)
+        for node in nodes:
+            session.calls.add_recorded(node)
+        return session
+    session.ending = schema.read_ending(ending, offset)
+    session.closed = "it was finished"
+    if result is None:
+        session.tree = _closed_tree(stored, delivered)
     else:
-        nodes += [turns.lost(missing) for missing in range(len(nodes), len(delivered))]
-        for node, went_out in zip(nodes, delivered, strict=True):
-            node.turn.delivered = bool(went_out)
-        session.ending = schema.read_ending(ending, offset)
-        session.closed = "it was finished"
-    session.tool_calls = tool_calls
-    session.tree = TurnTree.restored(nodes, closed=ending is not None)
-    for node in nodes if ending is None else ():
-        session.calls.add_recorded(node)
-    if session.ending is not None and result is not None:
-        session.trajectory = trajectory_of(session, session.ending)
-        schema.restore_result(result, session.trajectory)
         session.forget_at = forget_at + offset
         session.ended.set()
+        session.read_back = functools.partial(_read_back, session, stored, delivered, result)
+        del session.tree, session.trajectory
     return session
+
+
+def _closed_tree(stored: list[bytes], delivered: bytes) -> TurnTree:
+    nodes = turns.nodes(stored, len(delivered))
+    for node, went_out in zip(nodes, delivered, strict=True):
+        node.turn.delivered = bool(went_out)
+    return TurnTree.restored(nodes, closed=True)
+
+
+def _read_back(session: GatewaySession, stored: list[bytes], delivered: bytes, result: str) -> None:
+    """Set the tree and the trajectory of a finished session."""
+    assert session.ending is not None, "it is finished"
+    session.tree = _closed_tree(stored, delivered)
+    trajectory = trajectory_of(session, session.ending)
+    schema.restore_result(result, trajectory)
+    session.trajectory, session.read_back = trajectory, None
 
 
 def _mark_in_doubt(nodes: list[TurnNode]) -> None:
@@ -127,14 +152,19 @@ def _mark_in_doubt(nodes: list[TurnNode]) -> None:
 
 def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]) -> list[StoredGroup]:
     entries = []
-    columns = "id, place, task_id, members, lease_id, lease_key"
-    for group_id, place, task_id, members, lease_id, key in connection.execute(
+    columns = "id, place, task_id, members, oldest, newest, reward, lease_id, lease_key"
+    for group_id, place, task_id, members, *summary, lease_id, key in connection.execute(
         f"SELECT {columns} FROM groups ORDER BY place"
     ):
-        trajectories = [sessions[session_id].trajectory for session_id in json.loads(members)]
-        group = Group(group_id, task_id, list(filter(None, trajectories)), lease_id or "")
-        entries.append(StoredGroup(group, place, lease_id, key))
+        ids = json.loads(members)
+        read = functools.partial(_group, group_id, task_id, [sessions[session_id] for session_id in ids])
+        entries.append(StoredGroup(group_id, place, ids, GroupSummary(*summary), read, lease_id, key))
     return entries
+
+
+def _group(group_id: str, task_id: str, sessions: list[GatewaySession]) -> Group:
+    trajectories = [session.trajectory for session in sessions if session.trajectory is not None]
+    return Group(group_id, task_id, trajectories)
 
 
 def _ended(connection: sqlite3.Connection, kind: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ CREATE TABLE tool_calls (
 ) WITHOUT ROWID;
 CREATE TABLE groups (
     id TEXT PRIMARY KEY, place INTEGER NOT NULL, task_id TEXT NOT NULL, members TEXT NOT NULL,
-    lease_id TEXT, lease_key TEXT NOT NULL DEFAULT ''
+    oldest INTEGER, newest INTEGER, reward REAL, lease_id TEXT, lease_key TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE ended (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, why TEXT NOT NULL);
 CREATE TABLE engines (

@@ -41,6 +41,9 @@ PRAGMA journal_size_limit = 67108864;
 PRAGMA cache_size = -16384;
 """
 _ENDED = "INSERT INTO ended (kind, id, why) VALUES (?, ?, ?)"
+_SEAL = """
+INSERT INTO groups (id, place, task_id, members, oldest, newest, reward) VALUES (?, ?, ?, ?, ?, ?, ?)
+"""
 _UNSENT = "DELETE FROM sent WHERE id = ?"
 _FORGET_ENDED: Statement = (
     "DELETE FROM ended WHERE seq <= (SELECT max(seq) FROM ended) - ?",
@@ -181,13 +184,13 @@ class DiskJournal(Journal):
     # -- groups ----------------------------------------------------------------------------------
 
     async def sealed(self, entry: StoredGroup, changed: Sequence[Trajectory] = ()) -> None:
-        members = json.dumps([trajectory.session_id for trajectory in entry.group.trajectories])
-        row = (entry.group.id, entry.order, entry.group.task_id, members)
+        summary = (entry.summary.oldest_version, entry.summary.newest_version, entry.summary.reward)
+        row = (entry.id, entry.order, entry.group.task_id, json.dumps(entry.sessions), *summary)
         results = [(schema.result_row(trajectory), trajectory.session_id) for trajectory in changed]
         await self._writer.write(
             "sealed",
             ("UPDATE sessions SET result = ? WHERE id = ?", results),
-            ("INSERT INTO groups (id, place, task_id, members) VALUES (?, ?, ?, ?)", [row]),
+            (_SEAL, [row]),
         )
 
     async def entered(self, epoch: int, fenced: Sequence[str]) -> None:

@@ -84,16 +84,27 @@ def pack(connection: sqlite3.Connection, session: int) -> None:
     connection.execute(DELETE[0], (session,))
 
 
-def read(connection: sqlite3.Connection) -> dict[int, list[TurnNode]]:
-    """Reads the turns of each session in order; a missing one is `lost`."""
-    sessions: dict[int, list[TurnNode]] = defaultdict(list)
-    unpack = zstandard.ZstdDecompressor().decompress
+def read(connection: sqlite3.Connection) -> dict[int, list[bytes]]:
+    """Reads the pack and the rows of each session, for `nodes`."""
+    sessions: dict[int, list[bytes]] = defaultdict(list)
     for session, data in connection.execute("SELECT session, turns FROM packs"):
-        for stored in _pack_decoder.decode(unpack(data)):
-            _place(sessions[session], *stored)
+        sessions[session].append(data)
     for session, data in connection.execute("SELECT session, node FROM turns ORDER BY id"):
-        _place(sessions[session], *_row_decoder.decode(data))
+        sessions[session].append(data)
     return sessions
+
+
+def nodes(stored: Sequence[bytes], least: int = 0) -> list[TurnNode]:
+    """Returns the turns of a session in order, at least `least`; a missing one is `lost`."""
+    turns: list[TurnNode] = []
+    for data in stored:
+        packed = data.startswith(zstandard.FRAME_HEADER)
+        for row in (
+            _pack_decoder.decode(zstandard.decompress(data)) if packed else [_row_decoder.decode(data)]
+        ):
+            _place(turns, *row)
+    turns += map(lost, range(len(turns), least))
+    return turns
 
 
 def _place(nodes: list[TurnNode], turn: Sequence[Any], node: _Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -142,15 +142,31 @@ class GatewaySession(SessionRequest):
     """Computes its reward and stores its trajectory."""
     trajectory: Trajectory | None = None
     forget_at: float | None = None
+    """Time after which it may be deleted, once its trajectory is stored."""
+    read_back: Callable[[], None] | None = None
+    """Sets `tree` and `trajectory` of a session that was finished before a restart, at their first use."""
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     """Set when its trajectory is stored or it is deleted."""
 
     def __post_init__(self) -> None:
         self.affinity = Affinity(self.id, self.group_id or self.id, self.candidate)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # for attributes that are not set
+            if name in ("tree", "trajectory"):
+                self.read_back()
+                return getattr(self, name)
+            raise AttributeError(name)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its trajectory is stored."""
+        return self.forget_at is not None
+
     @property
     def state(self) -> str:
-        if self.trajectory is not None:
+        if self.finished:
             return "finished"
         return "open" if self.closed is None else "closing"
 
