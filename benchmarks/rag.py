@@ -129,7 +129,9 @@ def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namesp
     ours = processes.server(index)
     systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
     taken = rounds(bench, systems, arguments.rounds)
-    burst = bench.burst(processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S)))
+    impatient = processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S))
+    bench.lone(impatient)  # a server's memory grows with its first answers
+    burst = bench.burst(impatient)
     rows = [
         {"system": name, "clients": clients}
         | {key: statistics.median(one[key] for one in all) for key in all[0]}

@@ -224,12 +224,12 @@ async def test_a_server_that_does_not_listen() -> None:
 
 
 async def test_a_timeout_is_retried_and_then_raised() -> None:
-    result, requests = await alike(create, HANG, HANG, timeout=0.1, max_retries=1)
+    result, requests = await alike(create, HANG, HANG, timeout=0.5, max_retries=1)
     assert (result[0], len(requests)) == ("APITimeoutError", 2)
 
 
 async def test_a_timeout_within_a_reply() -> None:
-    result, requests = await alike(create, (OK[:-10], HANG), timeout=0.1, max_retries=1)
+    result, requests = await alike(create, (OK[:-10], HANG), timeout=0.5, max_retries=1)
     assert (result["choices"][0]["message"]["content"], len(requests)) == ("three", 2)
 
 
