@@ -307,7 +307,7 @@ def test_gateway_agents_and_environments_work_without_torch() -> None:
 
 
 def test_workers_clients_and_environments_need_no_extra() -> None:
-    extra = ("torch", "safetensors", "transformers", "tokenizers", "mcp", "uvloop")
+    extra = ("torch", "safetensors", "transformers", "tokenizers", "mcp", "uvloop", "zstandard")
     modules = (
         "agents.attempt_runner, agents.solver, agents.chat, agents.command, client, envs.service.server, "
         "envs.arithmetic, gateway.client, viewer.dashboard.app, trainer.ledger.state, evaluation.stats"

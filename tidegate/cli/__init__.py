@@ -68,6 +68,7 @@ EXTRAS = {
     "transformers": "gateway",
     "tokenizers": "gateway",
     "mcp": "gateway",
+    "zstandard": "gateway",
 }
 """Optional packages that commands import, with the extras that install them."""
 
