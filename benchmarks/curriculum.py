@@ -1,12 +1,13 @@
 """Compares the sampled tokens that a run needs to a held-out reward, by the choice of its training tasks.
 
 Each pair of runs trains the same model with the same seed, with `trainer.curriculum.name` = uniform and
-difficulty, on one of three sets of tasks: `finite`, 500 problems of the demo, with a fifth of its learning
-rate, so that a run takes several epochs; `search`, the finite set of the search demo; `endless`, the demo's
-problems, which are known by their templates only. All other settings are those of the demos. Tokens are those
-of all training episodes that have ended (`tokens/sampled_total`). Isotonic regression makes the held-out
-reward, measured every fourth step, monotone in tokens; the tokens to the target are read from that curve, and
-summed over the seeds.
+difficulty, on one of three sets of tasks: `finite`, 500 problems of the demo, with an eighth of its learning
+rate and four times its groups per batch, so that a run takes several epochs; `search`, the finite set of the
+search demo; `endless`, the demo's problems, which are known by their templates only. All other settings are
+those of the demos. Tokens are those of all training episodes that have ended (`tokens/sampled_total`).
+Isotonic regression makes the held-out reward, measured every fourth step, monotone in tokens; the tokens to
+the target are read from that curve, and summed over the seeds. A run ends at the first evaluation that is
+0.03 above the target.
 
     python benchmarks/curriculum.py [--json] [--only finite search endless] [--seeds 3] [--learning-rate 1e-4]
                                     [--keep DIR]
@@ -35,13 +36,15 @@ from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.run import Run
 from tidegate.viewer.live import make_view
 
+ABOVE = 0.03
+"""How far above the target an evaluation ends a run."""
 EVERY = 4
 """Steps between evaluations, which are the points of the curve."""
 ARMS = ("uniform", "difficulty")
 DEMOS = {"finite": "calculator", "search": "search", "endless": "calculator"}
 FINITE = [
     f"--env.use={Path(__file__).parent}/arithmetic_500.py:Arithmetic500",
-    "--trainer.steps=120", "--trainer.learning_rate=1e-4",
+    "--trainer.groups_per_batch=16", "--trainer.steps=240", "--trainer.learning_rate=5e-5",
 ]  # fmt: skip
 GOALS = {
     "finite": ("tokens_vs_uniform_finite", 0.7),
@@ -104,6 +107,7 @@ def runs(
                 overrides = [
                     f"--run.dir={directory}", f"--run.name={tasks}-{arm}-seed{seed}", f"--run.seed={seed}",
                     f"--trainer.curriculum.name={arm}", f"--eval.every={EVERY}", "--eval.interim_tasks=128",
+                    f"--trainer.until={target + ABOVE}",
                     *(FINITE if tasks == "finite" else []), *laid, *changed,
                 ]  # fmt: skip
                 results.append(measure(load_settings(config, overrides), tasks, target))
