@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -14,6 +15,11 @@ def copy_journal(journal: Path, to: Path) -> Path:
     files = _read(journal)
     while (again := _read(journal)) != files:
         files = again
+    return write_journal(to, files)
+
+
+def write_journal(to: Path, files: Mapping[str, bytes]) -> Path:
+    """Replaces the files of a directory; returns the directory."""
     to.mkdir(exist_ok=True)
     for old in to.iterdir():
         old.unlink()

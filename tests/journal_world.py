@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.journal_copy import write_journal
 from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences, told
 from tidegate import failpoints
 from tidegate.gateway import gateway as gateway_module
@@ -96,13 +97,7 @@ class World:
         self.gateway.pool.sample = self._sample  # type: ignore[method-assign, assignment]
 
     def _laid(self, name: str, files: Files) -> Path:
-        home = self._folder / name
-        home.mkdir(exist_ok=True)
-        for one in home.iterdir():
-            one.unlink()
-        for file, content in files.items():
-            (home / file).write_bytes(content)
-        return home
+        return write_journal(self._folder / name, files)
 
     def do(
         self, work: Callable[[], Awaitable[Any]], then: Callable[[Any], list[State]], crash: float | None

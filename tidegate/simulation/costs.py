@@ -13,6 +13,8 @@ from tidegate.errors import ConfigError
 from tidegate.settings.sections import SettingsSection
 
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ROW = ("cost", "value", "fills_a_core_at")
+"""Keys of a measured cost in the output of `benchmarks/ceilings.py --json`."""
 
 
 class Costs(SettingsSection):
@@ -154,10 +156,6 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or not {"cost", "value"} <= row.keys() <= {*ROW}:
             raise ConfigError(f"--costs {path}: {row!r} has other keys than {', '.join(ROW)}")
     return list(found["results"])
-
-
-ROW = ("cost", "value", "fills_a_core_at")
-"""Keys of a measured cost."""
 
 
 def _named(name: str) -> str:

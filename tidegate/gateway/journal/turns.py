@@ -96,19 +96,23 @@ def read(connection: sqlite3.Connection) -> dict[int, list[bytes]]:
 
 def nodes(stored: Sequence[bytes], least: int = 0) -> list[TurnNode]:
     """Returns the turns of a session in order, at least `least`; a missing one is `lost`."""
-    turns: list[TurnNode] = []
+    found: list[TurnNode] = []
     for data in stored:
-        packed = data.startswith(zstandard.FRAME_HEADER)
-        for row in (
-            _pack_decoder.decode(zstandard.decompress(data)) if packed else [_row_decoder.decode(data)]
-        ):
-            _place(turns, *row)
-    turns += map(lost, range(len(turns), least))
-    return turns
+        for turn, node in _decode(data):
+            _add(found, turn, node)
+    found += map(lost, range(len(found), least))
+    return found
 
 
-def _place(nodes: list[TurnNode], turn: Sequence[Any], node: _Node) -> None:
-    """Adds a turn to those of its session; a turn that was written before is replaced."""
+def _decode(data: bytes) -> list[Any]:
+    """Returns the turns of a pack, or the one of a row, each with its values and those of its node."""
+    if data.startswith(zstandard.FRAME_HEADER):  # a row begins with MessagePack's array of two
+        return _pack_decoder.decode(zstandard.decompress(data))  # type: ignore[no-any-return]
+    return [_row_decoder.decode(data)]
+
+
+def _add(nodes: list[TurnNode], turn: Sequence[Any], node: _Node) -> None:
+    """Adds a turn to those of its session, or replaces the one that was written before."""
     values = list(turn)
     for at, element in _ARRAYS:
         if (data := values[at]) is not None:

@@ -21,8 +21,10 @@ _WORDS = 12
 _SEED = 1
 TARGET = 0.95
 """Default target of recall@10, which nprobe is chosen to reach."""
-_MIN_GAIN, _STALL_FROM = 0.005, 8
-"""Minimum gain in recall for which nprobe is doubled, from the second value on."""
+_MIN_GAIN = 0.005
+"""Minimum gain in recall for which nprobe is doubled again."""
+_STOP_FROM = 8
+"""Smallest nprobe at which a smaller gain ends the search; below it, recall may still rise."""
 
 
 def measure(
@@ -56,7 +58,7 @@ def choose_nprobe(
         wider = min(2 * nprobe, limit)
         more = recall_at(wider)
         progress.print(f"recall@{K}: {recall:.3f} with nprobe {nprobe} of {limit}, {more:.3f} with {wider}")
-        if more - recall < _MIN_GAIN and nprobe >= _STALL_FROM:
+        if more - recall < _MIN_GAIN and nprobe >= _STOP_FROM:
             return nprobe, recall
         too_few, nprobe, recall = nprobe, wider, more
     while recall >= target and nprobe - too_few > max(1, nprobe // 8):

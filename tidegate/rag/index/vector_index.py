@@ -130,25 +130,34 @@ def build_index(kind: IndexKind, vectors: Vectors, directory: Path, threads: int
     if sample_size:
         progress.print(f"training {name} on {sample_size:,} vectors")
         index.train(vectors.sample(sample_size, _SEED))
+    if kind.startswith("ivf"):
+        _build_lists(faiss, index, kind, vectors, directory, progress)
+        return
     on_progress = progress.stage("indexed")
-    inverted = kind.startswith("ivf")
-    blocks: list[Path] = []
+    for shard in vectors.shards():
+        index.add(np.ascontiguousarray(shard))
+        on_progress(int(index.ntotal), vectors.count)
+    replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
+
+
+def _build_lists(
+    faiss: ModuleType, index: IndexIVF, kind: IndexKind, vectors: Vectors, directory: Path, progress: Progress
+) -> None:
+    """Writes the inverted lists of all vectors in blocks, merges them, and writes the index."""
+    on_progress = progress.stage("indexed")
     limit = BLOCK_BYTES // code_bytes(kind, vectors.dimension)
+    blocks: list[Path] = []
     done = 0
     for shard in vectors.shards():
-        if inverted:
-            index.add_with_ids(np.ascontiguousarray(shard), np.arange(done, done + len(shard)))
-        else:
-            index.add(np.ascontiguousarray(shard))
+        index.add_with_ids(np.ascontiguousarray(shard), np.arange(done, done + len(shard)))
         done += len(shard)
-        if inverted and (index.ntotal >= limit or done == vectors.count):
+        if index.ntotal >= limit or done == vectors.count:
             blocks.append(vectors.directory / f"block{len(blocks):04d}.faiss")
             faiss.write_index(index, str(blocks[-1]))
             index.reset()
         on_progress(done, vectors.count)
-    if inverted:
-        _merge(faiss, index, blocks, directory / LISTS)
-        reach("rag.lists")
+    _merge(faiss, index, blocks, directory / LISTS)
+    reach("rag.lists")
     replace_file(directory / FILE, lambda path: faiss.write_index(index, str(path)))
     for block in blocks:
         block.unlink()
