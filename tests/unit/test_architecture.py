@@ -66,6 +66,7 @@ ALLOWED = {
         "engine.server.generate",
     },
     "simulation": {
+        "gateway.engines.engine",
         "trainer.admission.core",
         "trainer.ledger.entries",
         "trainer.admission.state",

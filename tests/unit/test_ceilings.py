@@ -13,10 +13,8 @@ import pytest
 
 from tidegate.cli import main
 from tidegate.errors import ConfigError
-from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.simulation.ceilings import (
     ENTRIES,
-    PROBE_EVERY_S,
     Component,
     Rates,
     bytes_per_s,
@@ -181,10 +179,6 @@ def test_every_cost_counts(name: str) -> None:
     assert total(after) > total(before)
 
 
-def test_the_interval_of_probes_is_the_gateways() -> None:
-    assert PoolOptions().probe_every_s == PROBE_EVERY_S
-
-
 def test_a_difference_has_at_most_as_many_threads_as_it_is_encoded_by() -> None:
     bound = next(limit.le for limit in WeightsModel.model_fields["threads"].metadata if hasattr(limit, "le"))
     assert min(bound, os.cpu_count() or 1) == delta_files.THREADS
@@ -301,18 +295,18 @@ def test_missing_costs_bad_values_and_other_files_are_refused(tmp_path: Path) ->
 # ---------------------------------------------------------------------- command
 
 
-def test_the_command_prints_the_fullest_component(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_bottleneck(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "s.toml"
     file.write_text("steps = 4\n[rules]\ngroups_per_batch = 4\ngroup_size = 2\n")
     assert main(["simulate", str(file), "--ceilings", "--staleness", "0,2"]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("full first: ") == 2
+    assert printed.count("bottleneck: ") == 2
     assert printed.count("costs: measured on 2026-") == 2
     heavy = written(tmp_path / "c", rows_of(costs(publish_full_byte_s=1.0)))
     words = ["simulate", str(file), "--costs", str(heavy), "--weights.gigabytes", "4", "--json"]
     assert main(words) == 0
     [cell] = json.loads(capsys.readouterr().out)["cells"]
-    assert cell["full_first"] == "publishing"
+    assert cell["bottleneck"] == "publishing"
     assert cell["loads"]["publishing"]["load"] > 1
     assert cell["loads"]["gateway"]["load"] == 0
 
@@ -330,4 +324,4 @@ def test_the_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.
 
 
 def test_a_load_of_nothing_is_no_error() -> None:
-    assert "full first: gateway, at no load" in ceilings_table(RATES, ONE, NOTHING)
+    assert "bottleneck: gateway, at no load" in ceilings_table(RATES, ONE, NOTHING)

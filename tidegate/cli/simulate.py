@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Simulate runs with the admission rules of real runs, and print their throughput, staleness and wasted
 tokens. Start from a scenario's TOML file, from a real run's files (--from), or from the defaults.
---ceilings prints the load of gateway, trainer and publishing, and which of them is full first.
+--ceilings prints the load of gateway, trainer and publishing, and which of them is the bottleneck.
 """
 
 

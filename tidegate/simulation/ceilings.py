@@ -1,4 +1,4 @@
-"""Load of the components that are single processes: which of them fills its core first.
+"""Load of the components that are single processes: which of them is the bottleneck.
 
 The rates of a simulation are multiplied by the CPU seconds per event. The simulation itself has no limit of
 these components: a run whose load is above 1 is slower than simulated.
@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.simulation.costs import Costs
 from tidegate.simulation.outcome import Figures
 from tidegate.simulation.scenario import GatewayModel, Scenario, WeightsModel
 
-PROBE_EVERY_S = 2.0
-"""Interval of the gateway's probes of an engine's health."""
 ENTRIES = 2
 """Ledger entries of a group, and of an attempt: issued and ended."""
 LEAST_ENGINES = 16
@@ -91,7 +90,7 @@ def part_of(scenario: Scenario) -> tuple[Scenario, int]:
 
 
 def components(rates: Rates, scenario: Scenario, costs: Costs) -> list[Component]:
-    """Returns the loads of all components, the fullest first."""
+    """Returns the loads of all components, the highest first."""
     found = [
         _gateway(rates, scenario.gateway, costs),
         _trainer(rates, costs),
@@ -113,7 +112,7 @@ def _gateway(rates: Rates, gateway: GatewayModel, costs: Costs) -> Component:
         "tokens": tokens / shards,
         "sessions": rates.sessions * (costs.gateway_session_s + costs.gateway_poll_s) / shards,
         "groups": _groups(rates, costs.gateway_group_s, costs.gateway_group_token_s) / shards,
-        "probes": rates.engines / PROBE_EVERY_S * costs.gateway_probe_s,
+        "probes": rates.engines / PoolOptions().probe_every_s * costs.gateway_probe_s,
     }
     return Component("gateway" if shards == 1 else f"gateway, each of {shards} shards", parts)
 
@@ -189,14 +188,14 @@ def to_wire(rates: Rates, scenario: Scenario, costs: Costs) -> dict[str, Any]:
     """Returns the loads and bytes for JSON."""
     loads = components(rates, scenario, costs)
     return {
-        "full_first": loads[0].name,
+        "bottleneck": loads[0].name,
         "loads": {one.name: {"load": one.load, "parts": one.parts} for one in loads},
         "bytes_per_s": bytes_per_s(rates, scenario, costs),
     }
 
 
 def ceilings_table(rates: Rates, scenario: Scenario, costs: Costs) -> str:
-    """Formats the loads of all components, the fullest first."""
+    """Formats the loads of all components, the highest first."""
     loads = components(rates, scenario, costs)
     lines = [
         f"{rates.engines} engines: {rates.sampled_tokens:,.0f} tokens/s sampled, {rates.turns:,.1f} turns/s, "
@@ -209,7 +208,7 @@ def ceilings_table(rates: Rates, scenario: Scenario, costs: Costs) -> str:
         lines.append(f"{one.name:<28}{one.load:>8.3f}  {shown}")
     first = loads[0]
     factor = f"{1 / first.load:,.3g} times this load" if first.load > 0 else "no load"
-    lines.append(f"full first: {first.name}, at {factor}")
+    lines.append(f"bottleneck: {first.name}, at {factor}")
     sizes = bytes_per_s(rates, scenario, costs)
     lines.append("MB/s: " + ", ".join(f"{name} {size / 1e6:,.4g}" for name, size in sizes.items()))
     return "\n".join(lines)
