@@ -1,4 +1,4 @@
-"""A sharded gateway, with a front and two shards, behaves like a single one.
+"""A sharded gateway, with a router and two shards, behaves like a single one.
 
 The quick tests run the shards in this process; the slow ones run them as processes, as the command does.
 """
@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -28,66 +25,19 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from yarl import URL
 
-from tests.fakes import FakeEngine, Fault, eventually, served
+from tests.fakes import Fault, eventually
+from tests.sharded_gateway import ASK, SHARDS, TASK, Site, groups, inside, sharded
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.attempt_runner import AttemptRunner
 from tidegate.agents.base import FunctionAgent, Session
 from tidegate.errors import GatewayError, StartError
-from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
-from tidegate.gateway.engines.engine import PoolOptions
-from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http.app import create_app
+from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.journal.sqlite import FILE
-from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sharding import shard as shards_module
-from tidegate.gateway.sharding.frontend import ShardRouter
-from tidegate.gateway.sharding.shard import Shard, id_prefix, journal_of, shard_of_group, shard_of_id
-from tidegate.types import Outcome, Task, TaskView
-
-TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}])
-ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
-SHARDS = 2
-
-
-def groups(test: str) -> list[str]:
-    """A group's id for each shard, in their order; no two tests share one, for a group is there once."""
-    names = (f"{test} {number}" for number in range(50))
-    found = {shard_of_group(name, SHARDS): name for name in names}
-    return [found[index] for index in range(SHARDS)]
-
+from tidegate.gateway.sharding.shard import Shard, journal_of, shard_of_group, shard_of_id
+from tidegate.types import Outcome, TaskView
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@dataclass
-class Site:
-    url: str
-    client: GatewayClient
-    engine: FakeEngine
-    epoch: int = 0
-
-    def new_epoch(self) -> int:
-        self.epoch += 1
-        return self.epoch
-
-    @contextlib.asynccontextmanager
-    async def llm(self, access: SessionAccess, base_url: str | None = None) -> AsyncIterator[AsyncOpenAI]:
-        made = AsyncOpenAI(base_url=base_url or access.base_url, api_key=access.api_key)
-        async with made:
-            yield made
-
-    async def episode(self, group_id: str | None, slot: int = 0) -> SessionAccess:
-        access = await self.client.open_session(task=TASK, group_id=group_id, slot=slot, deadline_s=60)
-        async with self.llm(access) as llm:
-            await llm.chat.completions.create(model="m", messages=ASK)
-        await self.client.finish(access.session_id, reward=1.0)
-        return access
-
-    async def sealed(self, group_id: str) -> None:
-        access = await self.episode(group_id)
-        await self.client.seal_group(group_id, "t1", [access.session_id])
 
 
 PROCESSES = pytest.param("processes", marks=pytest.mark.slow)
@@ -101,89 +51,6 @@ async def site(
     made = inside(folder) if request.param == "inside" else sharded(folder)
     async with made as site:
         yield site
-
-
-class Inside(Shard):
-    """A shard in this process, which never dies."""
-
-    def __init__(self, index: int, model: Path, stack: contextlib.AsyncExitStack) -> None:
-        super().__init__(index, [], model, {"admin_key": "admin"})
-        options = GatewayOptions(
-            model,
-            admin_key="admin",
-            id_prefix=id_prefix(index),
-            limits=SessionLimits(turns=9),
-            pool=PoolOptions(shards=SHARDS),
-        )
-        self._app = create_app(Gateway(options))
-        self._stack = stack
-        self._url = ""
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    async def start(self) -> None:
-        self._url = await self._stack.enter_async_context(served(self._app))
-        self.up.set()
-
-    async def stop(self) -> None: ...
-
-    async def supervise(self, _: Any) -> None:
-        await asyncio.Event().wait()
-
-
-@contextlib.asynccontextmanager
-async def inside(folder: Path) -> AsyncIterator[Site]:
-    """The same without processes."""
-    model = make_model_dir(folder / "tiny")
-    async with contextlib.AsyncExitStack() as stack:
-        engine = await fake_engine(model, stack)
-        shards = contextlib.AsyncExitStack()
-        await stack.enter_async_context(shards)
-        front = ShardRouter([Inside(index, model, shards) for index in range(SHARDS)], "admin", pytest.fail)
-        url = await stack.enter_async_context(served(front.create_app()))
-        client = await stack.enter_async_context(GatewayClient(url, "admin"))
-        await client.add_engine(engine.url)
-        yield Site(url, client, engine)
-
-
-async def fake_engine(model: Path, stack: contextlib.AsyncExitStack) -> FakeEngine:
-    renderer = Renderer.load(model)
-    engine = FakeEngine(renderer.decode, stop_id=renderer.stop_ids[0])
-    await engine.start()
-    stack.push_async_callback(engine.stop)
-    return engine
-
-
-@contextlib.asynccontextmanager
-async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
-    """A front and its shards, as the command line starts them."""
-    model, announce, stack = (
-        make_model_dir(folder / "tiny"),
-        folder / "front.json",
-        contextlib.AsyncExitStack(),
-    )
-    engine = await fake_engine(model, stack)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), f"--gateway.shards={SHARDS}",
-        "--gateway.port=0", "--announce", str(announce), "--owned", "--limits.turns=9", *options,
-        stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
-    )  # fmt: skip
-    try:
-        await eventually(lambda: announce.exists() or process.returncode is not None, 90)
-        url = json.loads(announce.read_text())["url"]
-        async with GatewayClient(url, "admin") as client:
-            await client.add_engine(engine.url)
-            yield Site(url, client, engine)
-        assert process.stdin is not None
-        process.stdin.close()
-        assert await asyncio.wait_for(process.wait(), 20) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-        await stack.aclose()
 
 
 async def test_a_group_is_on_one_shard_and_agents_call_it_directly(site: Site) -> None:
@@ -403,7 +270,7 @@ async def test_without_a_journal_a_killed_shard_loses_its_sessions_and_nothing_e
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 async def test_a_stopped_router_leaves_no_process(tmp_path: Path, how: signal.Signals) -> None:
-    model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "front.json", tmp_path / "tmp"
+    model, announce, place = make_model_dir(tmp_path / "tiny"), tmp_path / "router.json", tmp_path / "tmp"
     place.mkdir()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), f"--gateway.shards={SHARDS}",
@@ -422,7 +289,7 @@ async def test_a_stopped_router_leaves_no_process(tmp_path: Path, how: signal.Si
 
 
 def pid_of(base_url: str) -> int:
-    """The shard that listens on an address; its front holds that too."""
+    """The shard that listens on an address; its router holds that port, too."""
     port = f":{urlsplit(base_url).port:04X}"
     table = Path("/proc/net/tcp").read_text()
     rows = [line.split() for line in table.splitlines()[1:]]
@@ -439,14 +306,14 @@ def pid_of(base_url: str) -> int:
 async def test_a_shard_that_exits_again_and_again_ends_the_router(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Dying:
+    class Exiting:
         url = "http://127.0.0.1:9"
         starts = 0
 
         def __init__(self, *_: Any, **__: Any) -> None: ...
 
         async def start(self) -> None:
-            Dying.starts += 1
+            Exiting.starts += 1
 
         async def wait_for_exit(self) -> str:
             return "the shard was killed by SIGKILL"
@@ -455,12 +322,12 @@ async def test_a_shard_that_exits_again_and_again_ends_the_router(
 
     async def prepared(_: Shard) -> None: ...
 
-    monkeypatch.setattr(shards_module, "Service", Dying)
+    monkeypatch.setattr(shards_module, "Service", Exiting)
     shard = Shard(0, [], tmp_path, {})
     await shard.start()
     with pytest.raises(StartError, match="SIGKILL, 6 times in a row"):
         await asyncio.wait_for(shard.supervise(prepared), 5)
-    assert Dying.starts == 6
+    assert Exiting.starts == 6
     assert not shard.up.is_set()
 
 
