@@ -25,7 +25,7 @@ from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.sessions.limits import SessionLimits
-from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.gateway.sharding.shard import Shard, id_prefix, shard_of_group
 from tidegate.types import Task
 

@@ -15,7 +15,7 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.gateway.sharding.shard import Shard
 from tidegate.service.serve import Listen, bind, run_app
 
@@ -58,7 +58,7 @@ def serve_front(
 
     # On exit uvicorn raises the signal that stopped it again, which must not skip the clean-up below.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="tidegate-front-") as directory:
+    with tempfile.TemporaryDirectory(prefix="tidegate-router-") as directory:
         fleet = [
             Shard(index, arguments(index), Path(directory), secrets, listen.host) for index in range(shards)
         ]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from tests.fakes import Stage, eventually
 from tests.integration.gateway.sdk_stage import TASK, finished, opened, stage
 from tidegate.gateway.http.app import create_app
-from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.gateway.turns import request_body
 from tidegate.types import Outcome
 
@@ -67,10 +67,10 @@ async def test_without_a_key_no_body_is_read(stage: Stage, path: str, status: in
 
 @pytest.mark.parametrize("path", ["/groups/a/v1/b/seal", "/sessions", "/groups/lease", "/engines"])
 async def test_without_a_key_the_router_reads_no_body(path: str) -> None:
-    front = ShardRouter([], "admin", pytest.fail).create_app()
-    assert await Asked(front, path, {}, 600).run() == (401, 0)
+    router = ShardRouter([], "admin", pytest.fail).create_app()
+    assert await Asked(router, path, {}, 600).run() == (401, 0)
     wrong = {"authorization": "Bearer admin2"}
-    assert await Asked(front, path, wrong, 600).run() == (401, 0)
+    assert await Asked(router, path, wrong, 600).run() == (401, 0)
 
 
 @pytest.mark.parametrize("path", ["/groups/a/v1/b/seal", "/sessions", "/groups/lease", "/health"])

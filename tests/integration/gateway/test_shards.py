@@ -175,7 +175,7 @@ async def test_a_repeated_lease_request_gets_the_same_lease_and_an_undelivered_o
 
 
 async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
-    """It calls each shard directly; the front tells who is connected, and passes on that it left."""
+    """It calls each shard directly; the router tells who is connected, and passes on that it left."""
     addresses: list[str] = []
 
     async def answer(task: TaskView, session: Session) -> str:
@@ -278,7 +278,7 @@ async def test_a_stopped_router_leaves_no_process(tmp_path: Path, how: signal.Si
     )  # fmt: skip
     try:
         await eventually(lambda: announce.exists() or process.returncode is not None, 90)
-        assert [one.name.startswith("tidegate-front-") for one in place.iterdir()] == [True]
+        assert [one.name.startswith("tidegate-router-") for one in place.iterdir()] == [True]
         process.send_signal(how)
         assert await asyncio.wait_for(process.wait(), 20) == 0
     finally:
@@ -354,7 +354,7 @@ async def test_the_router_forwards_a_path_unchanged(site: Site, path: str, statu
         for url in (site.url, access.base_url.partition("/s/")[0]):
             async with http.get(URL(url + session + path, encoded=True)) as response:
                 answers.append((response.status, await response.read()))
-    assert answers[0] == answers[1], "through the front as at the shard itself"
+    assert answers[0] == answers[1], "through the router as at the shard itself"
     assert answers[0][0] == status
 
 

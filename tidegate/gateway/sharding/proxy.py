@@ -1,4 +1,4 @@
-"""Proxies the data plane through the front, for agents that can be given only a URL and a key."""
+"""Proxies the data plane through the router, for agents that can be given only a URL and a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shard processes behind a front, and the mapping of ids to shards.
+"""The shard processes behind a router, and the mapping of ids to shards.
 
 Session ids, session keys and lease ids begin with the index of their shard, as in `3.9f…`; the shard of a
 group is a hash of its id. Routing therefore needs no lookup and no shared state.
@@ -20,7 +20,7 @@ from tidegate.service.service import Service
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
 MAX_EXITS = 5
-"""Consecutive exits, each within HEALTHY_S of the start, after which the front gives up."""
+"""Consecutive exits, each within HEALTHY_S of the start, after which the router gives up."""
 HEALTHY_S = 60.0
 
 

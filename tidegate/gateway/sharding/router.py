@@ -1,8 +1,8 @@
 """Routes the calls of a sharded gateway, behind one address that looks like a single gateway.
 
-The front stores no sessions. It routes control calls by the shard index in an id, and group calls by the hash
-of the group id; it aggregates leases and listings. Agents receive the address of their shard; for agents that
-can be given only a key, the front proxies `/v1/…`.
+The router stores no sessions. It routes control calls by the shard index in an id, and group calls by the
+hash of the group id; it aggregates leases and listings. Agents receive the address of their shard; for agents
+that can be given only a key, the router proxies `/v1/…`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ShardChoice = Callable[[Request, bytes], int]
 
 
 class ShardRouter:
-    """The routes of the front. `create_app` returns the ASGI app, whose lifespan owns the shards.
+    """A sharded gateway's routes. `create_app` returns the ASGI app, whose lifespan owns the shards.
 
     `on_failure` is called once, with the reason, when a shard exits too often or does not start.
     """

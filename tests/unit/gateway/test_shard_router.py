@@ -1,4 +1,4 @@
-"""The front of a sharded gateway when a client disconnects or a shard does not respond."""
+"""The router of a sharded gateway when a client disconnects or a shard does not respond."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.requests import Request
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.gateway.sharding.fleet import Answer
-from tidegate.gateway.sharding.frontend import ShardRouter
+from tidegate.gateway.sharding.router import ShardRouter
 
 ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
 
@@ -28,7 +28,7 @@ def request(method: str, body: Any) -> Request:
 
 
 async def test_a_lease_that_is_ready_as_its_client_leaves_is_given_back() -> None:
-    front = ShardRouter([], None, lambda _: None)
+    router = ShardRouter([], None, lambda _: None)
     returned: list[Any] = []
 
     async def lease(*_: Any) -> list[Any]:
@@ -37,8 +37,8 @@ async def test_a_lease_that_is_ready_as_its_client_leaves_is_given_back() -> Non
     async def release(groups: list[Any]) -> None:
         returned.extend(groups)
 
-    front._leases = SimpleNamespace(lease=lease, release=release)  # type: ignore[assignment]
-    answer = await front._lease(request("POST", {"trainer_epoch": 1}))
+    router._leases = SimpleNamespace(lease=lease, release=release)  # type: ignore[assignment]
+    answer = await router._lease(request("POST", {"trainer_epoch": 1}))
     assert (answer.status_code, returned) == (499, [{"lease_id": "0.a"}])
 
 
@@ -48,19 +48,19 @@ async def test_what_one_shard_did_with_an_engine_is_remembered_for_the_others(
 ) -> None:
     """Shard 0 does not answer; when it is started again it is told."""
     shards: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
-    front = ShardRouter(shards, None, lambda _: None)
+    router = ShardRouter(shards, None, lambda _: None)
     if method == "DELETE":
-        front.fleet.engines[ENGINE["url"]] = ENGINE  # type: ignore[index]
+        router.fleet.engines[ENGINE["url"]] = ENGINE  # type: ignore[index]
 
     async def call(index: int, *_: Any) -> Answer:
         if index == 0:
             raise GatewayError("shard 0 did not answer", status=503)
         return Answer(200, orjson.dumps(ENGINE))
 
-    monkeypatch.setattr(front.fleet, "call", call)
+    monkeypatch.setattr(router.fleet, "call", call)
     with pytest.raises(GatewayError, match="shard 0 did not answer"):
-        await front._engines(request(method, ENGINE))
-    assert list(front.fleet.engines.values()) == ([ENGINE] if method == "POST" else [])
+        await router._engines(request(method, ENGINE))
+    assert list(router.fleet.engines.values()) == ([ENGINE] if method == "POST" else [])
 
 
 def test_a_reward_that_is_called_as_another_metric_is_refused(tmp_path: Any) -> None:
