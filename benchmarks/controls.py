@@ -62,7 +62,7 @@ def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
 
 
 def shuffled(settings: TrainerSettings, seed: int) -> CreditAssignment:
-    """CreditAssignment that shuffles a batch's advantages among its trajectories."""
+    """Credit assignment that shuffles a batch's advantages among its trajectories."""
     rng = random.Random(seed)
     plain = BaselineCredit(settings)
 

@@ -171,7 +171,7 @@ def banners(run: RunFiles, counts: LedgerCounts | None, *, progress: bool = True
     resumed = max(len(run.redone), len(counts.starts) - 1 if counts is not None else 0)
     if resumed:
         times = "once" if resumed == 1 else f"{resumed} times"
-        yield f"The run was resumed {times}. The curves omit the steps that were rolled back."
+        yield f"The run was resumed {times}. The curves omit discarded steps."
     for remark in run.remarks:
         yield f"{remark[:1].upper()}{remark[1:]}."
 

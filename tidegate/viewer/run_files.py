@@ -146,7 +146,7 @@ def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:
 
 
 def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:
-    """Returns the evaluation files in order of steps, up to `until`; later ones were rolled back."""
+    """Returns the evaluation files in order of steps, up to `until`; later ones are of discarded steps."""
     paths = sorted((run_dir / "trajectories").glob("eval_*.jsonl"))
     steps = ((path, path.stem.removeprefix("eval_")) for path in paths)
     return [path for path, step in steps if step.isdigit() and (until is None or int(step) <= until)]

@@ -1,4 +1,4 @@
-"""CreditAssignment assignment: computes the advantage of each episode of a batch from rewards."""
+"""Credit assignment: computes the advantage of each episode of a batch from rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CreditAssignment by episode and by turn, against plain sums."""
+"""Credit assignment by episode and by turn, against plain sums."""
 
 import json
 

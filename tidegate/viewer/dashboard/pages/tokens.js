@@ -14,7 +14,7 @@ export const REASONS = {
   stale: ["group stale", "Not trained: its group was older than the staleness bound when the batch was cut."],
   failed: ["failed", "Not trained: the episode failed, and a failure is never reward 0."],
   cancelled: ["cancelled", "Not trained: the episode was cancelled."],
-  abandoned: ["taken back", "It was trained on, but the run was resumed from a checkpoint before that; this step was taken back."],
+  abandoned: ["discarded", "It was trained on, but the run was resumed from a checkpoint before that, so its step was discarded."],
   live: ["not ended", "The ledger does not say yet what became of its group."],
   eval: ["evaluation", "Not trained: evaluations never are."],
 };
