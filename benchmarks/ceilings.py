@@ -4,8 +4,8 @@ Gateway and router: 64 sessions × 8 turns with one fake engine, replies of 64 a
 of 400 words; 256 sessions opened and finished; groups of 8 sealed, leased and acknowledged; polls of workers
 without attempts; probes of 256 engines. Trainer's process: admission, ledger, rows of a batch, trajectory
 files, metrics. Publishing: a random Qwen3 with updates of RL size. All figures are the CPU time of the
-measured process, in which waiting for a core does not count; medians of the rounds. One round took 25 minutes
-beside much other work.
+measured process, in which waiting for a core does not count; medians of the rounds. Three rounds take about
+five minutes.
 
     python benchmarks/ceilings.py [--json] [--rounds 3]
 
