@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,6 +147,51 @@ async def test_an_engine_that_was_started_again_reads_the_files_and_then_joins(
     await publish.publish(6)
     assert (await stage.client.info())["weight_version"] == "6"
     assert len(stage.notes) == 1, "it joined a group of its own"
+
+
+async def test_engines_serve_a_sent_version_before_its_files_are_written(
+    stage: Stage, tmp_path: Path
+) -> None:
+    publish = publisher(stage, tmp_path)
+    save, writing, may_end = publish.writer.save_weights, threading.Event(), threading.Event()
+
+    def save_slowly(directory: Path, dtype: str) -> None:
+        writing.set()
+        assert may_end.wait(30)
+        save(directory, dtype)
+
+    publish.writer.save_weights = save_slowly
+    async with asyncio.TaskGroup() as tasks:
+        publishing = tasks.create_task(publish.publish(4))
+        assert await asyncio.to_thread(writing.wait, 30)
+        info = await stage.client.info()
+        assert (info["weight_version"], info["paused"]) == ("4", None)
+        assert stage.is_live()
+        resync = tasks.create_task(publish.resync(stage.client.url))  # as the next poll would start it
+        assert publish.current == (stage.directory, 3), "whose files there are"
+        may_end.set()
+        await publishing
+        assert await resync, "it waited for the files"
+    assert publish.current == publish.startable == (tmp_path / "v000004", 4)
+
+
+async def test_files_that_cannot_be_written_after_sending_leave_the_version_before_current(
+    stage: Stage, tmp_path: Path
+) -> None:
+    publish = publisher(stage, tmp_path)
+    save = publish.writer.save_weights
+
+    def full_disk(directory: Path, dtype: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    publish.writer.save_weights = full_disk
+    with pytest.raises(OSError, match="No space left"):
+        await publish.publish(4)
+    assert publish.current == (stage.directory, 3)
+    publish.writer.save_weights = save
+    await publish.publish(5)
+    assert publish.current == (tmp_path / "v000005", 5)
+    assert (await stage.client.info())["weight_version"] == "5"
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "corrupt"])

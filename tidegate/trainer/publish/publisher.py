@@ -1,6 +1,9 @@
 """Publishes a new policy version to every engine.
 
-    write the weights → cancel groups that become stale → pause → load or send → verify → resume
+    write the weights → cancel groups that become stale → pause → load → verify → resume
+
+All weights that are sent to the engines (`trainer.publish_transport = "broadcast"`) are sent before they are
+written, so that the engines do not wait for the disk.
 
 Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`:
 running requests keep their tokens, and their keys and values are recomputed with the new weights. An engine
@@ -16,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 
@@ -34,6 +38,8 @@ CANDIDATE = "candidate-v{:06d}"
 ATTEMPTS_BESIDE_OTHERS = 3
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 8.0
+
+T = TypeVar("T")
 
 
 async def _shared_directory(url: str, weights: Path) -> Path:
@@ -84,12 +90,18 @@ class Publisher:
         self._earlier = self.current[0]
 
     async def publish(self, version: int) -> None:
-        """Write the weights and load them on the engines; raises PublishError if all engines fail."""
+        """Write the weights and load them on the engines.
+
+        Raises OSError, and PublishError if all engines fail.
+        """
         began = time.monotonic()
-        with failpoints.around("publish.weights"):
-            weights = await asyncio.to_thread(self.writer.write, version)
-        await self._go_live(weights, version)
+        write = self.writer.write if self.sender is None else self.writer.write_delta
+        await self._go_live(await self._write(write, version), version)
         self.writer.on_published(time.monotonic() - began)
+
+    async def _write(self, write: Callable[[int], T], version: int) -> T:
+        with failpoints.around("publish.weights"):
+            return await asyncio.to_thread(write, version)
 
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
@@ -120,10 +132,22 @@ class Publisher:
     async def discard_candidate(self, weights: Path) -> None:
         await asyncio.to_thread(shutil.rmtree, weights, ignore_errors=True)
 
-    async def _go_live(self, weights: Path, version: int) -> None:
+    async def _go_live(self, weights: Path | None, version: int) -> None:
+        """Load a version on every engine; without a directory its weights are sent first and then written."""
         await self.cancel_stale(version)
-        self._set_current(weights, version)
-        await self.update_all(self.sender, recover=True)
+        async with self._update_lock, aiohttp.ClientSession() as http:
+            skipped, loaded = await self._unresponsive(http), set[str]()
+            if weights is None:
+                loaded = await self._send(http, version, skipped)
+                weights = await self._write(self.writer.write_full, version)
+                self._set_current(weights, version)
+            else:
+                self._set_current(weights, version)
+                if delta_files.is_delta(weights):
+                    loaded = await self._load_delta(http, weights, version, skipped)
+                loaded |= await self._send(http, version, skipped | loaded)
+            updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded)
+        await self._set_service(updated, failed)
         self._prune()
 
     def _set_current(self, weights: Path, version: int) -> None:
@@ -132,33 +156,28 @@ class Publisher:
             self.startable = self.current
         self._earlier = self.current[0]
 
-    async def update_all(self, sender: WeightBroadcaster | None = None, *, recover: bool = False) -> None:
-        """Load the current version on every engine, including external ones with unknown weights.
+    async def update_all(self) -> None:
+        """Load the current version's files on every engine, including external ones with unknown weights.
 
         If other engines succeed, a failing one is taken out of service after ATTEMPTS_BESIDE_OTHERS attempts;
-        the next publish to which it responds restores it. With a `sender`, engines load files only if sending
-        to them fails. With `recover`, all weights are written if an engine refuses a difference; the policy
-        must still be that of the version.
+        the next publish to which it responds restores it.
 
         Raises:
             PublishError: if no engine could be updated.
         """
         async with self._update_lock, aiohttp.ClientSession() as http:
-            weights, version = self.current
-            unresponsive = await self._unresponsive(http)
-            sent: set[str] = set()
-            if recover and delta_files.is_delta(weights):
-                sent = await self._load_delta(http, weights, version, unresponsive, sender is not None)
-                weights = self.current[0]
-            if sender is not None:
-                urls = self.engines()
-                sender.retain(urls)
-                engines = [EngineControl(url, http) for url in urls if url not in unresponsive | sent]
-                sent |= await sender.send(engines, version) if engines else set()
-            updated, failed = await self._update_in_rounds(http, weights, version, unresponsive, sent)
+            skipped = await self._unresponsive(http)
+            updated, failed = await self._update_in_rounds(http, *self.current, skipped, set())
+        await self._set_service(updated, failed)
+
+    async def _set_service(self, updated: set[str], failed: dict[str, EngineError]) -> None:
+        """Return updated engines to service and take failed ones out of it.
+
+        Raises PublishError without an updated one.
+        """
         if not updated:
             reasons = "; ".join(map(str, failed.values())) or "the run has none"
-            raise PublishError(f"version {version} could not be published to any engine: {reasons}")
+            raise PublishError(f"version {self.current[1]} could not be published to any engine: {reasons}")
         for url in self.unavailable & updated:
             self.unavailable.discard(url)
             self._pending.discard(url)
@@ -168,17 +187,26 @@ class Publisher:
             self._pending.discard(url)
             await self.quarantine(url, str(failed[url]))
 
+    async def _send(self, http: aiohttp.ClientSession, version: int, skipped: set[str]) -> set[str]:
+        """Send all weights to the engines that are not skipped; returns the URLs of those that have them."""
+        if self.sender is None:
+            return set()
+        urls = self.engines()
+        self.sender.retain(urls)
+        engines = [EngineControl(url, http) for url in urls if url not in skipped]
+        return await self.sender.send(engines, version) if engines else set()
+
     async def _load_delta(
-        self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str], send: bool
+        self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str]
     ) -> set[str]:
         """Load a difference, or send it; if an engine refuses it, write all weights as the current version.
 
         Returns the URLs of the engines that loaded it.
         """
         engines = [EngineControl(url, http) for url in self.engines() if url not in skipped]
-        if send:
+        if self.sender is not None:
             data = await asyncio.to_thread((weights / delta_files.FILE).read_bytes)
-            results = await asyncio.gather(*(_send(engine, data, version) for engine in engines))
+            results = await asyncio.gather(*(_send_delta(engine, data, version) for engine in engines))
         else:
             results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
         refused = [error for error in results if error is not None and not error.retryable]
@@ -324,7 +352,7 @@ class Publisher:
                 shutil.rmtree(old, ignore_errors=True)
 
 
-async def _send(engine: EngineControl, data: bytes, version: int) -> EngineError | None:
+async def _send_delta(engine: EngineControl, data: bytes, version: int) -> EngineError | None:
     try:
         await engine.send_difference(data, version)
     except EngineError as error:

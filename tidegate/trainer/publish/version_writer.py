@@ -61,7 +61,14 @@ class VersionWriter:
     """Seconds of the last publish of all weights."""
 
     def write(self, version: int) -> Path:
-        """Write a version and return its directory. Raises OSError."""
+        """Write a version, as a difference if that pays, and return its directory. Raises OSError."""
+        return self.write_delta(version) or self.write_full(version)
+
+    def write_delta(self, version: int) -> Path | None:
+        """Write a version as a difference and return its directory; None if all weights are to be written.
+
+        Raises OSError.
+        """
         if self.full_every > 1 and self._last is not None and self._differences < self.full_every - 1:
             if self._pause == 0:
                 place = self._write_delta(version)
@@ -69,7 +76,7 @@ class VersionWriter:
                     return place
                 self._pause = self.full_every
             self._pause -= 1
-        return self.write_full(version)
+        return None
 
     def write_full(self, version: int) -> Path:
         """Write a version with all weights. Raises OSError."""
