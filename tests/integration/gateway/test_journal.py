@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import sqlite3
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Sampling, Task, Trajectory, Turn, to_wire
+from tidegate.types import Group, Sampling, Task, Trajectory, Turn, to_wire
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -162,7 +163,21 @@ async def test_turns_of_finished_sessions_are_read_at_their_first_use(
         [group] = await later.client.lease(1, 1)
         assert [essence(one) for one in group.trajectories] == [before["leased"]]
         assert unread() == ["listed"]
-        [group] = await later.client.lease(1, 1)
+        entry = later.gateway.groups.get("listed")
+        assert entry is not None
+        read, served = entry.read, threading.Event()
+
+        def read_slowly() -> Group:
+            assert served.wait(10), "the gateway served nothing while it read a group"
+            return read()
+
+        entry.read = read_slowly
+        async with asyncio.TaskGroup() as tasks:
+            leasing = tasks.create_task(later.client.lease(1, 1))
+            await eventually(lambda: entry.lease_id is not None)
+            await later.client.list_groups()
+            served.set()
+        [group] = await leasing
         assert [essence(one) for one in group.trajectories] == [before["listed"]]
 
 

@@ -398,7 +398,7 @@ class Machine(RuleBasedStateMachine):
             nodes = self.world.session(name).tree.nodes
             assert [node.reply["content"] for node in nodes] == [turn.text for turn in part.turns]
             assert [node.turn.delivered for node in nodes] == [turn.delivered for turn in part.turns], name
-        assert {entry.group.id: entry.lease_id for entry in gateway.groups.entries()} == {
+        assert {entry.id: entry.lease_id for entry in gateway.groups.entries()} == {
             group: part.lease for group, part in self.state.groups.items()
         }
 

@@ -67,10 +67,10 @@ async def test_a_trainer_that_is_replaced_while_it_waits_its_turn_changes_nothin
     entered, *ended = await asyncio.gather(*behind, return_exceptions=True)
     assert entered is None
     assert all(isinstance(one, GatewayError) and one.status == 410 for one in ended)
-    assert [entry.group.id for entry in store.entries()] == ["a"]
+    assert [entry.id for entry in store.entries()] == ["a"]
     await store.drop("a", 2)
     await store.seal(group("b"), 2)
-    assert [entry.group.id for entry in store.entries()] == ["b"]
+    assert [entry.id for entry in store.entries()] == ["b"]
 
 
 async def test_a_trainer_that_waits_learns_that_it_was_replaced() -> None:
@@ -209,7 +209,7 @@ class Leases(RuleBasedStateMachine):
 
     @invariant()
     def the_store_is_the_model(self) -> None:
-        assert {entry.group.id: entry.state for entry in self.store.entries()} == {
+        assert {entry.id: entry.state for entry in self.store.entries()} == {
             name: "leased" if name in self.held.values() else "ready" for name in self.sealed
         }
         assert len(self.consumed) == len(set(self.consumed))
@@ -283,5 +283,5 @@ async def test_what_could_not_be_written_did_not_happen(what: str, left: dict[st
 
     with pytest.raises(GatewayError, match="disk is full"):
         await through()
-    assert {entry.group.id: entry.state for entry in store.entries()} == left
+    assert {entry.id: entry.state for entry in store.entries()} == left
     assert (store.epoch, store.end_reason("g"), store.sealed) == (1, None, len(left))

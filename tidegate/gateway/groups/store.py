@@ -141,7 +141,7 @@ class GroupStore:
             if held:
                 for entry in held:
                     entry.deliveries += 1
-                return [entry.group for entry in held]
+                return [await entry.group() for entry in held]
             leased = [
                 (entry, self._id_prefix + secrets.token_hex(12)) for entry in self._ready()[:max_groups]
             ]
@@ -151,7 +151,7 @@ class GroupStore:
                 entry.lease_id = lease_id
                 entry.key, entry.deliveries = key, 1
                 self._leases[lease_id] = entry
-            return [entry.group for entry, _ in leased]
+            return [await entry.group() for entry, _ in leased]
 
     async def release(self, lease_ids: Sequence[str]) -> None:
         """Undo leases whose response was not delivered, except those requested again meanwhile."""

@@ -167,7 +167,7 @@ class StoredGroup:
     """Ids of its sessions, in the order of their slots."""
     summary: GroupSummary
     read: Callable[[], Group]
-    """Returns the group with its trajectories."""
+    """Returns the group with its trajectories; slow after a restart, which decodes them."""
     lease_id: str | None = None
     key: str = ""
     """Key of the lease request."""
@@ -178,13 +178,12 @@ class StoredGroup:
     @classmethod
     def of(cls, group: Group, order: int) -> StoredGroup:
         sessions = [trajectory.session_id for trajectory in group.trajectories]
-        return cls(group.id, order, sessions, GroupSummary.of(group), lambda: group)
+        return cls(group.id, order, sessions, GroupSummary.of(group), lambda: group, _group=group)
 
-    @property
-    def group(self) -> Group:
-        """The group with its current lease."""
+    async def group(self) -> Group:
+        """Return the group with its current lease; a thread reads it at the first call."""
         if self._group is None:
-            self._group = self.read()
+            self._group = await asyncio.to_thread(self.read)
         self._group.lease_id = self.lease_id or ""
         return self._group
 

@@ -185,7 +185,7 @@ class DiskJournal(Journal):
 
     async def sealed(self, entry: StoredGroup, changed: Sequence[Trajectory] = ()) -> None:
         summary = (entry.summary.oldest_version, entry.summary.newest_version, entry.summary.reward)
-        row = (entry.id, entry.order, entry.group.task_id, json.dumps(entry.sessions), *summary)
+        row = (entry.id, entry.order, entry.read().task_id, json.dumps(entry.sessions), *summary)
         results = [(schema.result_row(trajectory), trajectory.session_id) for trajectory in changed]
         await self._writer.write(
             "sealed",

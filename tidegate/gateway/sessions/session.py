@@ -155,8 +155,9 @@ class GatewaySession(SessionRequest):
 
         def __getattr__(self, name: str) -> Any:  # for attributes that are not set
             if name in ("tree", "trajectory"):
-                self.read_back()
-                return getattr(self, name)
+                if (read_back := self.read_back) is not None:  # else a thread has just set them
+                    read_back()
+                return object.__getattribute__(self, name)
             raise AttributeError(name)
 
     @property
