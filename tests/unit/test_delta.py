@@ -183,3 +183,16 @@ def test_a_publish_that_takes_longer_than_one_of_all_weights_ends_differences(tm
         kinds.append(delta_files.is_delta(stage.publish()))
         stage.writer.on_published(seconds)
     assert kinds == [False, True, True, False, False, False, False, True]
+
+
+def test_the_time_of_a_difference_that_was_not_used_does_not_count(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "bfloat16", full_every=9)
+    stage.publish()
+    stage.writer.on_published(1.0)
+    assert delta_files.is_delta(stage.publish())
+    stage.writer.on_refused("no")
+    stage.writer.write_full(stage.number)
+    stage.writer.on_published(9.0)  # of both
+    assert delta_files.is_delta(stage.publish())
+    stage.writer.on_published(5.0)
+    assert not delta_files.is_delta(stage.publish()), "all weights take 1 s"

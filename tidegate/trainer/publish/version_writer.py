@@ -59,6 +59,8 @@ class VersionWriter:
     _refusals: int = 0
     _full_s: float = math.inf
     """Seconds of the last publish of all weights."""
+    _timed: bool = True
+    """Whether no difference was computed in vain in the current publish."""
 
     def write(self, version: int) -> Path:
         """Write a version, as a difference if that pays, and return its directory. Raises OSError."""
@@ -74,7 +76,7 @@ class VersionWriter:
                 place = self._write_delta(version)
                 if place is not None:
                     return place
-                self._pause = self.full_every
+                self._pause, self._timed = self.full_every, False
             self._pause -= 1
         return None
 
@@ -98,13 +100,20 @@ class VersionWriter:
     def on_refused(self, reason: str) -> None:
         """Count a difference that an engine refused; repeated refusals switch differences off."""
         self._refusals += 1
+        self._timed = False
         self.note(f"an engine refused a difference of weights and loads all of them instead: {reason}")
         if self._refusals >= MOST_REFUSALS and self.full_every > 1:
             self.full_every = 1
             self.note("no further differences are published, as engines refused them repeatedly")
 
     def on_published(self, seconds: float) -> None:
-        """Compare the time of the last publish, from writing to loading, with that of all weights."""
+        """Compare the time of the last publish, from writing to loading, with that of all weights.
+
+        The time does not count if it was also spent on a difference that was not used.
+        """
+        timed, self._timed = self._timed, True
+        if not timed:
+            return
         if not self._differences:
             self._full_s = seconds
         elif seconds > self._full_s + SLACK_S:
