@@ -23,7 +23,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
-    """Metrics of the steps, gradients of the first, parameters before and after, and the last logprobs."""
+    """Metrics of the steps, gradients of the first, parameters before and after, and a loss of the last."""
     policy._optimizer = torch.optim.SGD(policy.model.parameters(), lr=policy.settings.learning_rate)
     start = {name: whole(one) for name, one in policy.model.named_parameters()}
     metrics, gradients = [], {}
@@ -37,7 +37,7 @@ def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
         "metrics": metrics,
         "gradients": gradients,
         "parameters": {name: whole(one) for name, one in policy.model.named_parameters()},
-        "logprobs": policy.logprobs(batches[0]),
+        "validation_loss": policy.validation_loss(batches[0]),
     }
 
 

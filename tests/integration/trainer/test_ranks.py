@@ -83,6 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "truncated": {},
     "grpo": {"loss": {"name": "grpo"}, "activation_checkpointing": True, "ess_scaling": True},
     "lora": {"lora": {"rank": 4}},
+    "streaming": {"minibatches": 2, "streaming": True},
     "bfloat16": {"compute_dtype": "bfloat16"},
 }
 
@@ -90,16 +91,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     """The first gradient within 1e-6 relative, 20 steps of plain SGD within 1e-5. Passes in bfloat16 differ
     by its rounding: FSDP casts parameters, one process what goes into its products."""
+    fixed = {"loss": {"name": "decoupled_ppo"}, "minibatches": 2, "reference_model": base, "kl_coef": 0.1}
+    variants = VARIANTS | {"fixed policies": fixed}
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
     init = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
-    (tmp_path / "plan.pickle").write_bytes(pickle.dumps((init, VARIANTS, batches)))
+    (tmp_path / "plan.pickle").write_bytes(pickle.dumps((init, variants, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
     try:
         alone = {
             name: train(Policy.load(base, settings(1, learning_rate=0.01, **changed)), batches)
-            for name, changed in VARIANTS.items()
+            for name, changed in variants.items()
         }
         assert [rank.wait(100) for rank in ranks] == [0, 0]
     finally:
@@ -131,8 +134,7 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
         for name in ("loss", "grad_norm", "entropy", "lag_kl"):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6), name
         assert mine["tokens/trained"] == theirs["tokens/trained"]
-    for mine, theirs in zip(found["logprobs"], alone["logprobs"], strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-4)
+    assert found["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "activation_checkpointing": True}])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,16 +30,13 @@ PREFIX_MEMORY_DIVISOR = 8
 """Memory of a computed token's activations, relative to that of its keys and values."""
 
 
-class ForwardPass(Protocol):
-    """Input of one pass through the model."""
+class ForwardPass(NamedTuple):
+    """Size of the input of one pass through the model."""
 
-    @property
-    def positions(self) -> int:
-        """Inputs with padding."""
-
-    @property
-    def tokens(self) -> int:
-        """Inputs without padding."""
+    positions: int
+    """Inputs with padding."""
+    tokens: int
+    """Inputs without padding."""
 
 
 @dataclass(slots=True)
@@ -93,7 +90,7 @@ class Microbatch:
     policy_top_nk: Tensor | None = None
     """log π_θ of these ids, with gradient; set by the forward pass."""
     idle: bool = False
-    """Dummy microbatch that keeps the ranks in step: its weights are 0, and no metric includes it."""
+    """Dummy microbatch that keeps the ranks in step: its loss is 0, and no metric includes it."""
 
     def old_logprobs(self, logprobs_n: Tensor) -> Tensor:
         """Return log π_old, given log π_θ; constant, [n]."""
@@ -143,8 +140,10 @@ class PrefixBatch:
 
     @property
     def passes(self) -> list[ForwardPass]:
-        """All forward passes."""
-        return [*self.prefixes, *self.microbatches]
+        """All forward passes, without idle ones."""
+        computed: list[SharedPrefixes | Microbatch] = [*self.prefixes]
+        computed += [batch for batch in self.microbatches if not batch.idle]
+        return [ForwardPass(batch.positions, batch.tokens) for batch in computed]
 
 
 @dataclass(slots=True)

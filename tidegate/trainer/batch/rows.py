@@ -97,6 +97,28 @@ def minibatches(rows: Sequence[TrainingSequence], number: int) -> list[list[Trai
     ]
 
 
+def check_scored(rows: Sequence[TrainingSequence], top_k: int) -> None:
+    """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without.
+
+    Args:
+        rows: rows of a batch.
+        top_k: number of the teacher's likeliest tokens that are needed, too.
+    """
+    for row in rows:
+        if row.teacher is None:
+            raise TrainingError(
+                f"session {row.session_id} has no logprobs of the teacher (trainer.teacher), so its batch "
+                "cannot be trained on; a replay with a teacher needs a run that had one"
+            )
+        found = 0 if row.teacher_ids is None else row.teacher_ids.shape[1]
+        if top_k and found != top_k:
+            raise TrainingError(
+                f"session {row.session_id} has {found} likeliest tokens of the teacher at each token, not "
+                f"{top_k} (trainer.teacher.top_k), so its batch cannot be trained on; a replay with "
+                'teacher.form = "distribution" needs a run that had it, with the same top_k'
+            )
+
+
 def is_trained(turn: Turn) -> bool:
     """Whether a turn has tokens to train on."""
     return turn.trainable and bool(

@@ -1,17 +1,19 @@
 """Ranks of a policy whose parameters, gradients and optimiser state are sharded by FSDP2.
 
-Every rank receives the same calls with the same rows, computes its part of them, and reduces the sums, so
-that all ranks take the same decisions. Checkpoints are gathered before they are written and equal those of a
+Every rank receives the same calls, each with its own share of the rows, and reduces the sums, so that all
+ranks take the same decisions. Checkpoints are gathered before they are written and equal those of a
 single process, so that a run can resume with another number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -20,14 +22,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.microbatch import (
-    ForwardPass,
-    Microbatch,
-    PrefixBatch,
-    microbatch,
-    split_by_length,
-)
+from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.batch.share import RankShare, split_share
 from tidegate.trainer.policy.forward import TokenLogprobs, decoder_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 
@@ -78,23 +75,18 @@ class FSDPRanks(Ranks):
             unit.set_force_sum_reduction_for_comms(True)
         return root, device
 
-    def layout(
-        self, rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool
-    ) -> tuple[list[PrefixBatch], list[ForwardPass]]:
-        """Partition rows over the ranks. A rank without rows computes the shortest one, for nothing.
+    def split(self, whole: RankShare) -> list[RankShare]:
+        return split_share(whole, self.count, self.settings.microbatch_tokens)
+
+    def layout(self, share: RankShare, *, share_prefixes: bool) -> list[PrefixBatch]:
+        """Group this rank's rows into microbatches. A pass without rows computes one token, for nothing.
 
         Prefixes are not shared: their backward pass would need layers that are resharded by then.
         """
-        parts = partition_rows(rows, self.count, max_tokens)
-        own = [PrefixBatch([], [self._microbatch(rows, part.rows)]) for part in parts[self.rank]]
-        return own, [part for of_rank in parts for part in of_rank]
-
-    def _microbatch(self, rows: Sequence[TrainingSequence], chosen: list[int]) -> Microbatch:
-        if chosen:
-            return microbatch(rows, chosen, {})
-        usable = [index for index, row in enumerate(rows) if row.mask.any()]
-        idle = microbatch(rows, [min(usable, key=lambda index: rows[index].inputs)], {})
-        return replace(idle, idle=True, weights_n=torch.zeros_like(idle.weights_n))
+        return [
+            PrefixBatch([], [microbatch(share.rows, list(range(end - size, end)), {}) if size else _idle()])
+            for size, end in zip(share.passes, accumulate(share.passes), strict=True)
+        ]
 
     def gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         distinct = {id(tensor): tensor for tensor in live.values()}
@@ -138,37 +130,11 @@ class _RootModule(torch.nn.Module):
         return TokenLogprobs(logprobs_n.clone(), entropy_n, None if top_nk is None else top_nk.clone())
 
 
-@dataclass(slots=True)
-class RankBatch:
-    """A rank's microbatch in one forward pass; it may be empty."""
-
-    rows: list[int]
-    """Indices of the rows in the batch."""
-    positions: int = 0
-    """Inputs with padding."""
-    tokens: int = 0
-    """Inputs without padding."""
-
-
-def partition_rows(rows: Sequence[TrainingSequence], ranks: int, max_tokens: int) -> list[list[RankBatch]]:
-    """Assign rows to ranks; returns each rank's batches, of which all ranks have the same number.
-
-    Sharded ranks compute layer by layer in lockstep, so each pass must be of similar size on all ranks, not
-    only the sum. Rows are therefore assigned in descending order of length, one to each rank in alternating
-    direction, and all ranks split them at the same places. A batch has at most `max_tokens` positions, unless
-    a single row is longer. Rows without a trained token are left out. Deterministic on every rank.
-    """
-    usable = [index for index, row in enumerate(rows) if row.mask.any()]
-    lengths = {index: rows[index].inputs for index in usable}
-    order = sorted(usable, key=lambda index: (-lengths[index], index))
-    rounds = [order[start : start + ranks] for start in range(0, len(order), ranks)]
-    batches: list[list[RankBatch]] = [[] for _ in range(ranks)]
-    for start, end in split_by_length([lengths[indices[0]] for indices in rounds], max_tokens):
-        assigned: list[list[int]] = [[] for _ in range(ranks)]
-        for number in range(start, end):
-            for at, index in enumerate(rounds[number]):
-                assigned[at if number % 2 == 0 else ranks - 1 - at].append(index)
-        for rank, indices in enumerate(assigned):
-            inputs = [lengths[index] for index in indices]
-            batches[rank].append(RankBatch(indices, len(inputs) * max(inputs, default=0), sum(inputs)))
-    return batches
+def _idle() -> Microbatch:
+    """Build a microbatch of one token."""
+    zeros, ones = np.zeros(2, dtype=np.float32), np.ones(2, dtype=np.float32)
+    row = TrainingSequence(
+        ids=zeros.astype(np.int32), mask=np.array([False, True]), logprobs=zeros,
+        versions=zeros.astype(np.int64), temperature=ones, advantages=zeros,
+    )  # fmt: skip
+    return replace(microbatch([row], [0], {}), idle=True)

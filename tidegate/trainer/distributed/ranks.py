@@ -78,16 +78,20 @@ class RankProcesses:
         raise TrainingError(self._failure)
 
     @contextlib.contextmanager
-    def collective(self, method: str, *arguments: object, **options: object) -> Iterator[None]:
+    def collective(
+        self, method: str, *arguments: object, shares: Sequence[object] | None = None, **options: object
+    ) -> Iterator[None]:
         """Send the call that the caller makes on rank 0 to the other ranks too.
 
-        Raises TrainingError if a rank has exited or the ranks lost their connections.
+        Each rank gets its own item of `shares` as the first argument, and no other item. Raises TrainingError
+        if a rank has exited or the ranks lost their connections.
         """
         if self._failure is not None:
             raise TrainingError(self._failure)
         with self._translate_errors():
             for process in self.processes:
-                process.send((method, arguments, options))
+                own = () if shares is None else (shares[process.rank],)
+                process.send((method, (*own, *arguments), options))
             yield
 
     @contextlib.contextmanager

@@ -18,13 +18,13 @@ from transformers import DynamicCache
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
 from tidegate.trainer.batch.microbatch import (
-    ForwardPass,
     Microbatch,
     PrefixBatch,
     SharedPrefixes,
     prefix_batches,
 )
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
@@ -84,7 +84,6 @@ class Forward:
         self.model = model
         self.device = next(model.parameters()).device
         self._ranks = ranks
-        self._max_tokens = settings.microbatch_tokens
         self._autocast = False
         self._compute: Compute = self._compute_logprobs
         self._backbone, self._head = _split(model, self.device)
@@ -99,9 +98,9 @@ class Forward:
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
 
-    def layout(self, rows: Sequence[TrainingSequence]) -> tuple[list[PrefixBatch], list[ForwardPass]]:
-        """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
-        return self._ranks.layout(rows, self._max_tokens, share=self.shares)
+    def layout(self, share: RankShare) -> list[PrefixBatch]:
+        """Group this rank's rows into microbatches."""
+        return self._ranks.layout(share, share_prefixes=self.shares)
 
     def prefix(self, batch: PrefixBatch) -> Prefix | None:
         """Compute the batch's prefixes, if it has any."""
@@ -148,17 +147,16 @@ class Forward:
             None if batch.teacher_ids_nk is None else torch.cat(top),
         )
 
-    def logprobs(self, rows: Sequence[TrainingSequence]) -> list[Logprobs]:
-        """Compute log π of every trained token, on all ranks: a float32 [t] per row, 0 elsewhere."""
-        result = [np.zeros(len(row.ids), dtype=np.float32) for row in rows]
-        for by_row in self._ranks.collect(self._by_row(self.layout(rows)[0])):
-            for index, values in by_row.items():
-                result[index][rows[index].mask] = values
+    def logprobs(self, share: RankShare) -> list[Logprobs]:
+        """Compute log π of every trained token of this rank's rows: a float32 [t] per row, 0 elsewhere."""
+        result = [np.zeros(len(row.ids), dtype=np.float32) for row in share.rows]
+        for index, values in self._by_row(self.layout(share)).items():
+            result[index][share.rows[index].mask] = values
         return result
 
     @torch.no_grad()
     def _by_row(self, batches: Sequence[PrefixBatch]) -> dict[int, Logprobs]:
-        """Compute log π of each row's trained tokens, by the row's index in the batch."""
+        """Compute log π of each row's trained tokens, by the row's index."""
         by_row: dict[int, Logprobs] = {}
         for prefix_batch in batches:
             prefix = self.prefix(prefix_batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import ForwardPass, Microbatch, PrefixBatch
-from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.policy.diagnostics import Diagnostics
 from tidegate.trainer.policy.forward import Forward, Prefix
@@ -25,10 +24,10 @@ class GradientStep:
 
     forward: Forward
     objective: Loss
-    rows: list[TrainingSequence] = field(default_factory=list)
+    shares: list[RankShare] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     passes: list[ForwardPass] = field(default_factory=list)
-    denominator: float = 0.0
+    """Those of this rank."""
     loss: float = math.nan
     grad_norm: float = math.nan
     done: bool = False
@@ -38,15 +37,17 @@ class GradientStep:
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
-    def accumulate(self, rows: Sequence[TrainingSequence], diagnostics: Diagnostics) -> None:
-        """Add N times the gradient of the rows' loss to the parameters' gradients."""
-        weights, denominator = self.objective.aggregation(rows)
-        weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
-        batches, passes = self.forward.layout(weighted)
-        self.losses += [self._backward_prefix_batch(batch, diagnostics) for batch in batches]
-        self.passes += passes
-        self.rows += rows
-        self.denominator += denominator
+    @property
+    def groups(self) -> set[str]:
+        """Ids of the groups of all ranks' rows."""
+        return {group for share in self.shares for group in share.groups}
+
+    def accumulate(self, share: RankShare, diagnostics: Diagnostics) -> None:
+        """Add N times the gradient of the loss of this rank's rows to the parameters' gradients."""
+        self.shares.append(share)
+        for batch in self.forward.layout(share):
+            self.losses.append(self._backward_prefix_batch(batch, diagnostics))
+            self.passes += batch.passes
 
     def _backward_prefix_batch(self, batch: PrefixBatch, diagnostics: Diagnostics) -> Tensor:
         """Returns the batch's share of the loss, times N."""
@@ -59,28 +60,32 @@ class GradientStep:
     def _backward(self, batch: Microbatch, prefix: Prefix | None, diagnostics: Diagnostics) -> Tensor:
         batch = batch.to(self.forward.device)
         logprobs_n, entropy_n, top_nk = self.forward(batch, prefix)
-        batch = replace(batch, policy_top_nk=top_nk)
-        loss, clipped_n = self.objective(logprobs_n, batch, 1.0)
-        loss.backward()
-        if not batch.idle:
+        if batch.idle:
+            loss = 0.0 * logprobs_n.sum()
+        else:
+            batch = replace(batch, policy_top_nk=top_nk)
+            loss, clipped_n = self.objective(logprobs_n, batch, 1.0)
             diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
+        loss.backward()
         return loss.detach()
 
     def finish(self, model: Any, max_norm: float, ranks: Ranks) -> None:
         """Divide the gradients by N and clip them; sets `loss` and `grad_norm`."""
         self.done = True
+        denominator = sum(share.denominator for share in self.shares)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        torch._foreach_div_(gradients, self.denominator)
+        torch._foreach_div_(gradients, denominator)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        self.loss = ranks.sum(torch.stack(self.losses).sum()) / self.denominator
+        self.loss = ranks.sum(torch.stack(self.losses).sum()) / denominator
         self.grad_norm = ranks.sum(norm)
 
-    def non_finite_groups(self) -> list[str]:
+    def non_finite_groups(self, ranks: Ranks) -> list[str]:
         """Return the groups of rows with a non-finite loss; all groups if no single row explains it."""
         bad = {
             row.group_id
-            for row, logprobs in zip(self.rows, self.forward.logprobs(self.rows), strict=True)
+            for share in self.shares
+            for row, logprobs in zip(share.rows, self.forward.logprobs(share), strict=True)
             if not (np.isfinite(row.advantages).all() and np.isfinite(logprobs).all())
             or np.isnan(row.logprobs[row.mask]).any()
         }
-        return sorted(bad or {row.group_id for row in self.rows})
+        return sorted(set[str]().union(*ranks.collect(bad)) or self.groups)

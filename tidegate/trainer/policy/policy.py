@@ -19,7 +19,8 @@ from transformers.utils import logging as transformers_logging
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.microbatch import padding_ratio
-from tidegate.trainer.batch.rows import TrainingSequence, minibatches
+from tidegate.trainer.batch.rows import TrainingSequence, check_scored, minibatches
+from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.huggingface import cast, read_model, tokenizer_files, write_model
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
@@ -151,29 +152,34 @@ class Policy:
             self.backward(part, version)
         return self.optimizer_step()
 
-    @collective
     def backward(self, rows: Sequence[TrainingSequence], version: int) -> None:
         """Run the forward and backward passes of a batch; when streaming, of one of its minibatches.
 
         If a batch has several optimiser steps, this also takes all but the last one.
         """
+        trained = [row for row in rows if row.trained]
+        if not trained:
+            return
+        if self.settings.teacher.enabled:
+            check_scored(trained, self.settings.teacher.asked_top_k)
+        parts = [trained] if self.settings.streaming else minibatches(trained, self.settings.minibatches)
+        self._on_shares(self.backward_shares, parts, version)
+
+    def backward_shares(self, shares: Sequence[RankShare], version: int) -> None:
+        """Run a rank's part of `backward`, with its share of each optimiser step."""
         started = time.perf_counter()
         if self._pending is None:
             self._pending = _PendingBatch(Diagnostics(version))
             self.non_finite = []
         batch = self._pending
-        trained = self._with_reference_logprobs([row for row in rows if row.trained])
-        if not trained:
-            return
-        if self.settings.teacher.enabled:
-            _check_scored(trained, self.settings.teacher.asked_top_k)
-        batch.groups |= {row.group_id for row in trained}
+        shares = [self._with_reference_logprobs(share) for share in shares]
+        batch.groups |= {group for share in shares for group in share.groups}
         if self.settings.streaming:
             if not batch.steps:
                 batch.steps.append(self._begin_step())
-            batch.steps[0].accumulate(trained, batch.diagnostics)
+            batch.steps[0].accumulate(shares[0], batch.diagnostics)
         else:
-            self._run_minibatches(batch, trained)
+            self._run_minibatches(batch, shares)
         batch.seconds += time.perf_counter() - started
 
     @collective
@@ -183,7 +189,10 @@ class Policy:
         batch, self._pending = self._pending, None
         if batch is None or not batch.steps:
             raise TrainingError("a batch has no trainable token")
-        distance = distance_metrics(self.ranks.collect(batch.diagnostics.totals()))
+        own = [forward_pass for step in batch.steps for forward_pass in step.passes]
+        collected = self.ranks.collect((batch.diagnostics.totals(), own))
+        passes = [forward_pass for _, of_rank in collected for forward_pass in of_rank]
+        distance = distance_metrics([totals for totals, _ in collected])
         rate = learning_rate(self.settings, self.steps)
         if self.settings.ess_scaling:
             rate *= math.sqrt(distance["ess_rows"])
@@ -191,10 +200,8 @@ class Policy:
         if not steps[-1].done:
             self._step(steps[-1], rate)
         taken = [step for step in steps if step.finite]
-        rows = [row for step in taken for row in step.rows]
-        self.untrained = sorted(batch.groups - {row.group_id for row in rows})
+        self.untrained = sorted(batch.groups.difference(*(step.groups for step in taken)))
         self.steps += bool(taken)
-        passes = [forward_pass for step in steps for forward_pass in step.passes]
         return {
             "loss": sum(step.loss for step in steps) / len(steps),
             "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
@@ -202,21 +209,25 @@ class Policy:
             "optimizer_steps": float(len(taken)),
             "skipped": float(not taken),
             **distance,
-            "tokens/trained": float(sum(row.trained for row in rows)),
+            "tokens/trained": float(sum(share.tokens for step in taken for share in step.shares)),
             "tokens/computed": float(sum(forward_pass.tokens for forward_pass in passes)),
             "padding_ratio": padding_ratio(passes),
             "time/update": batch.seconds + time.perf_counter() - started,
         }
 
     def logprobs(self, rows: Sequence[TrainingSequence]) -> list[Logprobs]:
-        """Compute log π of every trained token: a float32 [t] per row, 0 elsewhere."""
-        return self._forward.logprobs(rows)
+        """Compute log π of every trained token of this rank's share: a float32 [t] per row, 0 elsewhere."""
+        return self._forward.logprobs(self._split(rows)[self.ranks.rank])
 
-    @collective
     def validation_loss(self, rows: Sequence[TrainingSequence]) -> float:
         """Return the mean negative log π of the trained tokens, in nats. Nothing is trained on them."""
-        total = sum(float(values.sum(dtype=np.float64)) for values in self.logprobs(rows))
-        return -total / sum(row.trained for row in rows)
+        return self._on_shares(self.validate_shares, [rows])
+
+    def validate_shares(self, shares: Sequence[RankShare]) -> float:
+        """Compute `validation_loss`, given this rank's share of its rows."""
+        (share,) = shares
+        own = sum(float(values.sum(dtype=np.float64)) for values in self._forward.logprobs(share))
+        return -sum(self.ranks.collect(own)) / share.tokens
 
     @collective
     def save_weights(self, directory: Path, *, durable: bool = False, dtype: str = "float32") -> Path:
@@ -362,24 +373,45 @@ class Policy:
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
 
-    def _with_reference_logprobs(self, rows: list[TrainingSequence]) -> list[TrainingSequence]:
-        """Return the rows with the logprobs of the fixed policies: π_old and the reference model."""
-        if self.settings.minibatches > 1 and not self.settings.streaming:
-            rows = [replace(row, old=old) for row, old in zip(rows, self.logprobs(rows), strict=True)]
-        if self._reference is not None:
-            reference = self._reference.logprobs(rows)
-            rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
-        return rows
+    def _on_shares(
+        self,
+        method: Callable[Concatenate[Sequence[RankShare], Parameters], Result],
+        parts: Sequence[Sequence[TrainingSequence]],
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
+    ) -> Result:
+        """Make every rank call a method with its share of each part of the rows; it gets no other rows."""
+        by_rank = list(zip(*(self._split(part) for part in parts), strict=True))
+        with self.ranks.call(method.__name__, *arguments, shares=by_rank, **options):
+            return method(by_rank[self.ranks.rank], *arguments, **options)
 
-    def _run_minibatches(self, batch: _PendingBatch, rows: list[TrainingSequence]) -> None:
+    def _split(self, rows: Sequence[TrainingSequence]) -> list[RankShare]:
+        """Weigh the rows of an optimiser step, or of a part of it, and split them among the ranks."""
+        weights, denominator = self._loss.aggregation(rows)
+        weighted = [replace(row, weight=weight) for row, weight in zip(rows, weights, strict=True)]
+        groups, tokens = frozenset(row.group_id for row in rows), sum(row.trained for row in rows)
+        return self.ranks.split(RankShare(weighted, groups, tokens, denominator))
+
+    def _with_reference_logprobs(self, share: RankShare) -> RankShare:
+        """Return the share with the logprobs of the fixed policies: π_old and the reference model."""
+        rows = share.rows
+        if self.settings.minibatches > 1 and not self.settings.streaming:
+            old = self._forward.logprobs(share)
+            rows = [replace(row, old=values) for row, values in zip(rows, old, strict=True)]
+        if self._reference is not None:
+            reference = self._reference.logprobs(share)
+            rows = [replace(row, reference=values) for row, values in zip(rows, reference, strict=True)]
+        return replace(share, rows=rows)
+
+    def _run_minibatches(self, batch: _PendingBatch, shares: Sequence[RankShare]) -> None:
         """Take one optimiser step per minibatch, up to the first that is not finite; the last is left to
         `optimizer_step`."""
         rate = learning_rate(self.settings, self.steps)
-        for part in minibatches(rows, self.settings.minibatches):
+        for share in shares:
             if batch.steps and not self._step(batch.steps[-1], rate):
                 break
             step = self._begin_step()
-            step.accumulate(part, batch.diagnostics)
+            step.accumulate(share, batch.diagnostics)
             batch.steps.append(step)
 
     def _begin_step(self) -> GradientStep:
@@ -390,31 +422,9 @@ class Policy:
         """Take the step if its loss and gradient are finite; returns whether it was taken."""
         step.finish(self.model, self.settings.max_grad_norm, self.ranks)
         if not step.finite:
-            self.non_finite = step.non_finite_groups()
+            self.non_finite = step.non_finite_groups(self.ranks)
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         return True
-
-
-def _check_scored(rows: Sequence[TrainingSequence], top_k: int) -> None:
-    """Raises TrainingError if a row has no logprobs of the teacher, so that none is trained on without.
-
-    Args:
-        rows: rows of a batch.
-        top_k: number of the teacher's likeliest tokens that are needed, too.
-    """
-    for row in rows:
-        if row.teacher is None:
-            raise TrainingError(
-                f"session {row.session_id} has no logprobs of the teacher (trainer.teacher), so its batch "
-                "cannot be trained on; a replay with a teacher needs a run that had one"
-            )
-        found = 0 if row.teacher_ids is None else row.teacher_ids.shape[1]
-        if top_k and found != top_k:
-            raise TrainingError(
-                f"session {row.session_id} has {found} likeliest tokens of the teacher at each token, not "
-                f"{top_k} (trainer.teacher.top_k), so its batch cannot be trained on; a replay with "
-                'teacher.form = "distribution" needs a run that had it, with the same top_k'
-            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from tidegate.config import TrainerSettings
 from tidegate.devices import find_device
 from tidegate.errors import TrainingError
-from tidegate.trainer.batch.microbatch import ForwardPass, PrefixBatch, prefix_batches
-from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.batch.microbatch import PrefixBatch, prefix_batches
+from tidegate.trainer.batch.share import RankShare
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's RuntimeError when host memory is exhausted."""
@@ -39,7 +39,8 @@ class Ranks:
     def call(self, method: str, *arguments: object, **options: object) -> AbstractContextManager[None]:
         """Return the context in which this rank calls a method of the policy, and the other ranks too.
 
-        It raises TrainingError if memory is exhausted.
+        With the option `shares`, an item for each rank, each rank gets its own as the first argument. The
+        context raises TrainingError if memory is exhausted.
         """
         return self._translate_out_of_memory()
 
@@ -61,12 +62,13 @@ class Ranks:
         """Shard a model; returns its computation in this dtype, and the device of its inputs."""
         return compute, next(model.parameters()).device
 
-    def layout(
-        self, rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool
-    ) -> tuple[list[PrefixBatch], list[ForwardPass]]:
-        """Group rows into microbatches; returns those of this rank, and the forward passes of all ranks."""
-        batches = prefix_batches(rows, max_tokens, share=share)
-        return batches, [forward_pass for batch in batches for forward_pass in batch.passes]
+    def split(self, whole: RankShare) -> list[RankShare]:
+        """Split a share that holds all rows; returns each rank's."""
+        return [whole]
+
+    def layout(self, share: RankShare, *, share_prefixes: bool) -> list[PrefixBatch]:
+        """Group this rank's rows into microbatches."""
+        return prefix_batches(share.rows, self.settings.microbatch_tokens, share=share_prefixes)
 
     def gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the unsharded tensors on rank 0, and none on other ranks; tied tensors stay tied."""
