@@ -12,6 +12,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -69,6 +70,11 @@ async def at_the_beginning(engine: Client, versions: list[Path]) -> None:
     await engine.post("/pause_generation", {"mode": "retract"})
     await load(engine, versions[0], 0)
     await engine.post("/continue_generation", {})
+
+
+async def last_event(stream: AsyncIterator[Any]) -> Any:
+    """The last event of the rest of a stream."""
+    return [event async for event in stream][-1]
 
 
 def recomputed(weights: Path, prompt: list[int], output: list[int], temperature: float = 1.0) -> list[float]:
@@ -165,17 +171,13 @@ class EngineContract:
         async with asyncio.timeout(120), asyncio.TaskGroup() as group:
             kinds = {"max_new_tokens": LONG, "ignore_eos": True}
             # SGLang requires the id of a running request, and aborts all ids with this prefix.
-            rids = ("job-1", "job-12")
-            ended = [group.create_task(engine.generate([1, 3], rid=rid, **kinds)) for rid in rids]
-            other = group.create_task(engine.generate([1, 4], rid="other", **kinds))
-            stream = engine.stream([9, 9], rid="watch", **kinds)
-            await anext(stream)  # the earlier requests have arrived
+            streams = [engine.stream([1, 3], rid=rid, **kinds) for rid in ("job-1", "job-12", "other")]
+            await asyncio.gather(*map(anext, streams))  # they run
             async with engine.http.post(engine.url + "/abort_request", json={"rid": "job-1"}) as answer:
                 assert answer.status == 200  # SGLang's response has no body
-            async for _ in stream:
-                pass
-        assert [task.result()["meta_info"]["finish_reason"]["type"] for task in ended] == ["abort", "abort"]
-        assert other.result()["meta_info"]["finish_reason"]["type"] == "length"
+            rests = [group.create_task(last_event(stream)) for stream in streams]
+        reasons = [rest.result()["meta_info"]["finish_reason"]["type"] for rest in rests]
+        assert reasons == ["abort", "abort", "length"]
 
     async def test_a_json_schema_is_followed(self, engine: Client) -> None:
         properties = {"a": {"type": "boolean"}}
