@@ -311,6 +311,27 @@ def test_a_run_of_an_earlier_version_is_refused_with_the_present_names(
     ]
 
 
+def test_an_unknown_setting_is_named_with_the_place_that_has_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[run]\nnam = 'a'\n[model]\npath = 'm'\n")
+    assert main(["train", str(file), "--trainer.max_stalness=1"]) == ConfigError.exit_code
+    assert capsys.readouterr().err.splitlines() == [
+        f"tidegate: {file}: there is no setting 'run.nam'; did you mean 'run.name'?",
+        "the command line: there is no setting 'trainer.max_stalness'; did you mean 'trainer.max_staleness'?",
+    ]
+
+
+def test_an_evaluation_of_a_settings_file_names_the_option_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[model]\npath = 'm'\n")
+    assert main(["eval", str(file)]) == ConfigError.exit_code
+    assert f"give settings with --config {file}" in capsys.readouterr().err
+
+
 def test_every_setting_is_explained() -> None:
     assert [key for key, _, text in known_keys(Settings) if not text] == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +14,7 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, MARKERS, choose
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.trainer.rollout.episodes import EpisodeSource
-from tidegate.types import Outcome, Sampling, Task, Trajectory, Turn
+from tidegate.types import Outcome, Sampling, Task, ToolCall, Trajectory, Turn
 
 ERROR_SHOWN = 400
 
@@ -70,6 +70,7 @@ def judge_episode(episode: TrialEpisode, settings: Settings, renderer: Renderer)
         findings += [
             *_length(turns, settings),
             *_tool_calls(turns, settings, renderer),
+            *_tools(episode.trajectory.tool_calls),
             *_branches(turns),
             *_delivery(episode),
             *_version(episode),
@@ -191,6 +192,16 @@ def _tool_calls(turns: list[Turn], settings: Settings, renderer: Renderer) -> It
         why = "gateway.tool_parser is 'none'" if none else "your agent passed no tools with that call"
         text = f"tool calls came back as text in {len(unread)} of {len(turns)} replies: {why}"
         yield warning("episode", "tool_calls_unread", text)
+
+
+def _tools(calls: Sequence[ToolCall]) -> Iterator[Finding]:
+    """Judges the calls of the environment's tools."""
+    if not calls or not all(call.error for call in calls):
+        return
+    first = f"{calls[0].name}: {calls[0].result[:ERROR_SHOWN]}"
+    text = f"{_count(len(calls), 'tool call', 'tool calls')} of your agent failed and none succeeded; {first}"
+    fix = "a model that does not know the tools learns them first: tidegate sft"
+    yield warning("episode", "tools_failed", text, fix)
 
 
 def _has_calls(tool_format: ToolCallFormat, text: str) -> bool:

@@ -27,6 +27,10 @@ def find_target(path: Path) -> Target:
 
     Raises ConfigError where there is none of them.
     """
+    if path.is_file():
+        raise ConfigError(
+            f"{path} is a file; name a run, a checkpoint or a model, and give settings with --config {path}"
+        )
     if not path.is_dir():
         raise ConfigError(f"{path}: there is no such directory; name a run, a checkpoint or a model")
     if (path / "config.json").is_file():

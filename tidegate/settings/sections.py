@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
@@ -108,8 +108,7 @@ def _load(model: type[Model], raw: dict[str, Any], overrides: Sequence[str], fil
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        where = "the command line" if file is None else str(file)
-        lines = dict.fromkeys(_explain(detail, where, model) for detail in error.errors())
+        lines = dict.fromkeys(_explain(detail, file, given, model) for detail in error.errors())
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -338,8 +337,10 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _explain(error: Any, where: str, model: type[BaseModel]) -> str:
+def _explain(error: Any, file: Path | None, given: Collection[str], model: type[BaseModel]) -> str:
+    """Explains an error of validation. Keys in `given` are of the command line, the others of the file."""
     key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
+    where = "the command line" if file is None or key in given else str(file)
     if error["type"] == "extra_forbidden":
         return f"{where}: there is no setting {key!r}{_instead(key, model)}"
     if error["type"] == "missing":

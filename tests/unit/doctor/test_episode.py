@@ -1,0 +1,43 @@
+"""The check of an episode judges the calls of the environment's tools."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.unit.doctor.common import codes, settings_of
+from tidegate.doctor.episode import TrialEpisode, judge_episode
+from tidegate.gateway.client import SessionSummary
+from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.scaffold.init import TINY_BASE
+from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan
+
+REFUSED = ToolCall(
+    "calculator", {}, "there is no tool 'calculator'; the tools are convert", error=True, known=False
+)
+
+
+@pytest.mark.parametrize(
+    ("calls", "found"),
+    [
+        ([REFUSED, REFUSED], ["tools_failed"]),
+        ([REFUSED, ToolCall("convert", {"value": 3}, "2.74", error=False)], []),
+        ([], []),
+    ],
+)
+def test_an_episode_whose_tool_calls_all_failed_is_named(calls: list[ToolCall], found: list[str]) -> None:
+    renderer = Renderer.load(TINY_BASE)
+    ids = np.array(renderer.encode("41"), np.int32)
+    logprobs = np.zeros(len(ids), np.float32)
+    turn = Turn(0, None, ids, ids, logprobs, (VersionSpan(0, 0, len(ids)),), "stop", 1.0)
+    trajectory = Trajectory(
+        "s", "t", "units", "train", Outcome.COMPLETED, [turn], reward=0.0, output="41", tool_calls=calls
+    )
+    summary = SessionSummary("s", Outcome.COMPLETED, 0.0, {}, None, 1, len(ids), 0, None, 0.1)
+    findings = judge_episode(TrialEpisode(None, summary, trajectory, {}, {}), settings_of(), renderer)
+    assert codes(findings) == found
+    if found:
+        assert (
+            "2 tool calls of your agent failed and none succeeded; calculator: there is no"
+            in findings[0].text
+        )
