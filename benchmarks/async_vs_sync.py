@@ -79,6 +79,9 @@ def train(settings: Settings) -> dict[int, float]:
     return {line["step"]: line["time"] - lines[0]["time"] for line in lines}
 
 
+async def unsaved(*_: object) -> None: ...
+
+
 async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict[int, float]:
     """Held-out reward of each checkpoint of a run, sampled as in training, without the tool's sleep."""
     checkpoints = {step: settings.run_dir.absolute() / "checkpoints" / f"step_{step}" for step in steps}
@@ -95,7 +98,7 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
         stack.push_async_callback(guard.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         episodes = EpisodeSource.of(quick.agent, processes.gateway)
-        evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, lambda *_: None)
+        evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, unsaved)
         for step, weights in checkpoints.items():
             await EngineControl(processes.engines.urls()[0], http).load(weights, step)
             found = await evaluator.interim(step)

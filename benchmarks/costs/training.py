@@ -100,7 +100,7 @@ def record_costs(directory: Path, rounds: int) -> Costs:
         recorder = Recorder(log, files, Silent(), lambda: counts, lambda: 1)
 
         def line() -> None:
-            recorder.step(1, recorder.batch_metrics(one, 1))
+            log.append(recorder.line(1, recorder.batch_metrics(one, 1)))
 
         rows = timed(lambda: prefix_batches(batch.rows(), SETTINGS["microbatch_tokens"]), rounds)
         written = timed(lambda: files.batch(batch, 1), rounds)

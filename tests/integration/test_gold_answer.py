@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from tests.fakes import Stage, staged
@@ -17,6 +18,7 @@ from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.processes.agents import AgentProcess
 from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.rollout.pause import Pause
@@ -63,6 +65,9 @@ class Sums(Environment):
         return {"": [Task("eval-0", "sums", [{"role": "user", "content": "1+2?"}], f"{GOLD}-eval")]}
 
 
+async def unsaved(*_: object) -> None: ...
+
+
 async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, run_dir: Path) -> None:
     """A batch of one group, and an evaluation, with the parts of a run that write them."""
     settings = load_settings(None, ["--model.path=x"])
@@ -74,9 +79,9 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     agents = AgentProcess(AgentSettings(use=f"{agent}:spy"), access, run_dir, "agent")
     await agents.start()
     episodes = EpisodeSource(stage.client, 60.0, admission.epoch)
-    files = TrajectoryFiles(run_dir)
+    files, writer = TrajectoryFiles(run_dir), FileWriter()
     rollout = Rollout(
-        settings, admission, episodes, environment, files.append, lambda *_: None,
+        settings, admission, episodes, environment, partial(writer.run, files.append), unsaved,
         Pause(admission, lambda _: None, 60.0),
     )  # fmt: skip
     batches = Batcher(stage.client, admission, rollout.wake, lambda _: True, answer=rollout.answer)
@@ -87,12 +92,14 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
             batch.advantages = [[0.0, 0.0]]
             files.batch(batch, 1)
             await Evaluator(
-                settings, episodes, dict(environment.eval_sets()), Silent(), files.evaluation
-            ).full(0)
+                settings, episodes, dict(environment.eval_sets()), Silent(),
+                partial(writer.run, files.evaluation),
+            ).full(0)  # fmt: skip
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await agents.stop()
+        await writer.close()
 
 
 async def test_the_gold_answer_is_in_the_files_and_reaches_no_agent(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.errors import NoUsableEpisodesError
 from tidegate.trainer.checkpoint.best import BestCheckpoint
-from tidegate.trainer.loop import unless_stopped
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation, Evaluated
 from tidegate.trainer.rollout.evaluator import Evaluator
+from tidegate.trainer.waits import unless_stopped
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class RunEvaluations:
     beside: BackgroundEvaluation | None
     best: BestCheckpoint
     stop_rollout: Callable[[], Awaitable[None]]
-    record: Callable[[int, dict[str, float]], None]
+    record: Callable[[int, dict[str, float]], Awaitable[None]]
     note: Callable[[str], None]
     stop: asyncio.Event
     result: RunResult
@@ -52,7 +52,8 @@ class RunEvaluations:
         """Evaluate before the first step, unless an earlier start of the run did."""
         if not self.settings.eval.first:
             return
-        recorded = next((line for line in read_metrics(self.run_dir) if line["step"] == 0), None)
+        lines = await asyncio.to_thread(read_metrics, self.run_dir)
+        recorded = next((line for line in lines if line["step"] == 0), None)
         if recorded is not None:
             self.result.initial_eval = {
                 key: value for key, value in recorded.items() if key.startswith("eval/")
@@ -69,7 +70,7 @@ class RunEvaluations:
             )
         metrics = await self._ended(Evaluated(0, version, weights, evaluation))
         self.result.initial_eval = metrics
-        self.record(0, dict(metrics))
+        await self.record(0, dict(metrics))
 
     async def after(self, step: int) -> dict[str, float]:
         """Run the evaluation that is due after `step`, if any, and return its metrics.

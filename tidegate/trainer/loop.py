@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
@@ -18,8 +17,8 @@ from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.waits import run_to_completion, unless_stopped
 
-T = TypeVar("T")
 MAX_SKIPPED_STEPS = 3
 UNPUBLISHED_VERSION = -2
 """Version of weights that are not published. No token was sampled from them, so that `mismatch_kl` has no
@@ -63,7 +62,7 @@ class Loop:
                 continue
             if parts is None:
                 return
-            with self._metrics_line(began) as metrics:
+            async with self._metrics_line(began) as metrics:
                 await run_to_completion(self._train(parts, metrics))
                 if self.skipped:
                     continue
@@ -76,11 +75,12 @@ class Loop:
             if self.settings.reached(metrics):
                 return
 
-    @contextlib.contextmanager
-    def _metrics_line(self, began: float) -> Iterator[dict[str, float]]:
-        """Record the metrics of the step in the `with` block, even if it raises; a skipped step has none.
+    @contextlib.asynccontextmanager
+    async def _metrics_line(self, began: float) -> AsyncIterator[dict[str, float]]:
+        """Record the metrics of the step in the `async with` block, even if it raises.
 
-        A step is committed even if the run ends during its publish or evaluation, so it needs its line.
+        A skipped step has none. Another one is committed even if the run ends during its publish or
+        evaluation, so it needs its line.
         """
         metrics: dict[str, float] = {}
         try:
@@ -88,7 +88,7 @@ class Loop:
         finally:
             if metrics:
                 metrics["time/step"] = time.monotonic() - began
-                self.recorder.step(self.step, metrics)
+                await run_to_completion(self.recorder.step(self.step, metrics))
 
     async def _next_batch(self) -> list[Batch] | None:
         """Wait for the next batch; None if the run stops or a roll-back is requested first.
@@ -128,7 +128,7 @@ class Loop:
             await self._skip(batch)
             return
         self.step += 1
-        self.recorder.batch(batch, self.step)
+        await self.recorder.batch(batch, self.step)
         metrics |= self.recorder.batch_metrics(batch, self.step) | update
         await self.batches.stepped(batch, self.step)
 
@@ -154,27 +154,3 @@ class Loop:
             metrics = {"time/publish": time.monotonic() - opened}
         self.batches.on_freed()
         return metrics | {"time/publish_gate": opened - began}
-
-
-async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """Return the coroutine's result; if `stop` is set first, cancel it and return None."""
-    work, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        for task in (work, stopped):
-            task.cancel()
-        await asyncio.gather(work, stopped, return_exceptions=True)
-
-
-async def run_to_completion(awaitable: Awaitable[T]) -> T:
-    """Await to the end even if the caller is cancelled meanwhile; then raise CancelledError."""
-    task = asyncio.ensure_future(awaitable)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if (error := task.exception()) is not None:
-            raise error from None
-        raise

@@ -20,6 +20,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
+from tidegate.trainer.ledger.jsonl import DISK_FULL, remedy
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import start_processes
@@ -34,7 +35,6 @@ from tidegate.trainer.start import Start, base_model
 from tidegate.trainer.teacher.start import start_teacher
 from tidegate.trainer.training import Training
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
 
 
@@ -135,12 +135,13 @@ class Run:
             settings, self.dir, self._live_weights, supervisor, note, stack, provider
         )
         policy = await loading
-        ledger = stack.enter_context(Ledger(self.dir / "ledger.jsonl"))
+        ledger = stack.enter_context(await asyncio.to_thread(Ledger, self.dir / "ledger.jsonl"))
         # Before the ledger records that those steps are lost: an audit may compare the two at any time.
-        MetricsLog(self.dir).truncate_after(start.step)
+        await asyncio.to_thread(_truncate_metrics, self.dir, start.step)
         resumed = await take_over(
             start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, Rules.of(settings)
         )
+        await ledger.durable()
         if start.past.epoch:
             await self._report_resume(resumed, changed)
         self._training = Training(
@@ -174,13 +175,16 @@ class Run:
         self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
 
 
+def _truncate_metrics(run_dir: Path, step: int) -> None:
+    with MetricsLog(run_dir) as log:
+        log.truncate_after(step)
+
+
 def _translate_os_error(error: OSError, run_dir: Path) -> TidegateError:
     """Translate an OSError: a file error into StorageError, any other (say, of a connection) into a
     TidegateError that names the log with its traceback."""
     if error.filename or error.errno in DISK_ERRORS:
-        remedy = "free some space" if error.errno in DISK_FULL else "make it accessible"
-        where = error.filename or run_dir
-        return StorageError(f"{where}: {error.strerror or error}; {remedy}, then continue with --resume")
+        return StorageError(f"{error.filename or run_dir}: {error.strerror or error}; {remedy(error)}")
     log = run_dir / "logs" / "trainer-0.log"
     with log.open("a", encoding="utf-8") as file:
         traceback.print_exception(error, file=file)

@@ -21,7 +21,7 @@ from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
-from tidegate.trainer.loop import Loop, run_to_completion, unless_stopped
+from tidegate.trainer.loop import Loop
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -44,6 +44,7 @@ from tidegate.trainer.records.load import LoadLog
 from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
 from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation
@@ -53,6 +54,7 @@ from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
 from tidegate.trainer.teacher.teacher import Teacher
+from tidegate.trainer.waits import run_to_completion, unless_stopped
 from tidegate.types import Trajectory
 
 STATE_S = 0.5
@@ -104,27 +106,28 @@ class Training:
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
         self.tokens, self.teacher = TokenCounts(), teacher
         self._began = time.monotonic()
-        files, judge = TrajectoryFiles(self.dir), JudgeRecord()
+        files, judge, self.writer = TrajectoryFiles(self.dir), JudgeRecord(), FileWriter()
+        stack.push_async_callback(self.writer.close)
 
-        def save(trajectory: Trajectory, state: State) -> None:
+        async def save(trajectory: Trajectory, state: State) -> None:
             judge.add([trajectory])
-            files.append(trajectory, state)
+            await self.writer.run(files.append, trajectory, state)
 
-        def save_evaluation(step: int, episodes: list[Episode]) -> None:
+        async def save_evaluation(step: int, episodes: list[Episode]) -> None:
             judge.add(trajectory for _, _, trajectory in episodes)
-            files.evaluation(step, episodes)
+            await self.writer.run(files.evaluation, step, episodes)
 
         epoch = self.admission.epoch
         episodes = EpisodeSource.of(settings.agent, self.gateway, epoch)
         self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
         self.rollout = Rollout(
             settings, self.admission, episodes, environment, save,
-            DeadLetters(self.dir).write, self.pause, self.tokens,
+            partial(self.writer.run, DeadLetters(self.dir).write), self.pause, self.tokens,
         )  # fmt: skip
         self.clients = ClientLog(self.dir)
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer, self.clients.offered, teacher,
+            self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), teacher,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)
@@ -133,14 +136,16 @@ class Training:
             settings, episodes, sets, observer, save_evaluation, lambda: self.pause.engines_down
         )
         self.recorder = Recorder(
-            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge
-        )
+            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge,
+            self.writer,
+        )  # fmt: skip
         self._means = credit.means if isinstance(credit, BaselineCredit) else RunningMeans()
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
-            self.gateway, files, ledger.record, start.past.erased, observer.note, self.batches.withdraw
-        )
+            self.gateway, files, self.writer, ledger.record, ledger.durable, start.past.erased, observer.note,
+            self.batches.withdraw,
+        )  # fmt: skip
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._set_serving
         self.engines.set_publisher(self.publisher)
@@ -174,12 +179,12 @@ class Training:
             supervisor.watch(watch_workers(self.gateway, set_connected), "workers")
         if self._by_clients:
             supervisor.watch(self.erasure.watch(), "erasure")
-            supervisor.watch(self.clients.watch(self.gateway), "clients")
+            supervisor.watch(self.clients.watch(self.gateway, self.writer), "clients")
         supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
         supervisor.watch(LoadLog(self.dir).watch(), "load")
-        supervisor.watch(every(STATE_S, self._lift_requested), "lifts")
+        supervisor.watch(self._watch_lifts(), "lifts")
 
     async def run(self, supervisor: TaskSupervisor) -> None:
         """Train, then cancel running groups, record the end, and commit."""
@@ -192,7 +197,8 @@ class Training:
         if not self._by_clients:
             await self.evaluations.first()
         trainer, step = self.settings.trainer, self.loop.step
-        if not self.stop.is_set() and step < trainer.steps and reached(self.dir, trainer, step) is None:
+        done = self.stop.is_set() or step >= trainer.steps
+        if not done and await asyncio.to_thread(reached, self.dir, trainer, step) is None:
             if not self._by_clients:
                 supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
@@ -222,7 +228,7 @@ class Training:
             writer, self.engines.urls, self.rollout.cancel_stale,
             self.engines.mark_unavailable, self.engines.restore, (self.start.weights, self.start.version),
             restart_s(settings.engine), sender,
-            self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(),
+            self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(), self.ledger.durable,
         )  # fmt: skip
 
     def _background_evaluation(self) -> BackgroundEvaluation:
@@ -289,17 +295,19 @@ class Training:
         if self.promotion is not None:
             self.promotion.live_step = step
         if step in saved:  # it has the weights that are rolled back
-            checkpoints.remove(saved[step])
+            await asyncio.to_thread(checkpoints.remove, saved[step])
         await self._checkpoint(step)
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
 
-    def _lift_requested(self) -> None:
-        """Lift the quarantines as the operator requested."""
-        if lifted := lift_requested(self.dir, self.admission.lift):
-            self.observer.note(
-                f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"
-            )
+    async def _watch_lifts(self) -> None:
+        """Lift quarantines as the operator requests."""
+        while True:
+            if lifted := await lift_requested(self.dir, self.admission.lift, self.ledger.durable):
+                self.observer.note(
+                    f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"
+                )
+            await asyncio.sleep(STATE_S)
 
     async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
         """Return the policy and its optimiser to a checkpoint, by default to that of the live version."""
@@ -327,7 +335,7 @@ class Training:
         if self.promotion is not None:
             state["live_step"] = self.promotion.live_step
             protected = {self.promotion.live_step or 0}
-        self.ledger.sync()
+        await self.ledger.durable()
         await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
         self.admission.commit()
         # Until the first publish after a resume, engines serve and load the weights in its checkpoint.

@@ -128,7 +128,10 @@ async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stag
     admission = Admission(Rules.of(settings), entries.append)
     pause = Pause(admission, print, 3600.0)
     source = EpisodeSource(stage.client, 5.0, epoch=1)
-    rollout = Rollout(settings, admission, source, Arithmetic(), lambda *_: None, lambda *_: None, pause)
+
+    async def nothing(*_: object) -> None: ...
+
+    rollout = Rollout(settings, admission, source, Arithmetic(), nothing, nothing, pause)
     assert admission.accept(await leased(stage)) is None
     await rollout.stop()
     with pytest.raises(

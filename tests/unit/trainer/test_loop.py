@@ -12,7 +12,9 @@ from typing import Any, cast
 import orjson
 import pytest
 
+from tests.slow_files import slow_file
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tests.waiting import eventually
 from tidegate.config import ModelSettings, Settings, TrainerSettings
 from tidegate.errors import GatewayError, PublishError
 from tidegate.settings import sections
@@ -203,6 +205,20 @@ async def test_a_benchmark_never_waits_for_a_publish(tmp_path: Path) -> None:
     assert hands.log.count("backward 4 at 0") == 1, "no token was sampled from the weights that came after"
     assert {one["event"] for one in book} == {"issued", "ended"}
     assert loop.admission.in_flight() == 0
+
+
+async def test_a_step_enters_the_ledger_once_its_episodes_are_written(tmp_path: Path) -> None:
+    """The file system does not respond for a while; the event loop does not wait for it."""
+    loop, hands, book = looped(tmp_path, steps=1)
+    hands.ready.set()
+    with slow_file(tmp_path / "trajectories" / "step_000001.jsonl.part") as slow:
+        running = asyncio.create_task(loop.run())
+        await eventually(slow.reached.is_set)
+        assert not [one for one in book if one.get("state") == "stepped"]
+        slow.respond()
+        await asyncio.wait_for(running, LIMIT_S)
+    assert slow.content().count(b'"state":"stepped"') == 4
+    assert len([one for one in book if one.get("state") == "stepped"]) == 6, "two groups of two attempts"
 
 
 async def test_the_last_step_is_published_whatever_the_interval(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.unit.viewer.test_dashboard_server import Ask, asking, client_of
 from tests.unit.viewer.test_report import report
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard import tail
 from tidegate.viewer.dashboard.app import create_app
@@ -69,7 +70,7 @@ def test_feedback_and_its_notes(ask: Ask) -> None:
 def test_an_erased_conversation_has_no_notes(run: ServiceWriter, ask: Ask) -> None:
     assert len(ask("notes")["notes"]) == 2
     run.ledger.record(entry("run", "erased", group="shop.noted"))
-    asyncio.run(run.files.erase({"shop.noted"}))
+    asyncio.run(run.files.erase({"shop.noted"}, FileWriter()))
     assert [one["group"] for one in ask("notes")["notes"]] == ["desk.odd"]
     assert ask("service")["erased"] == 1
 

@@ -6,7 +6,7 @@ A batch has exactly `groups_per_batch` groups, none staler than the bound when t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -97,6 +97,9 @@ class GroupScorer(Protocol):
         """Wait until the groups are scored; returns the seconds waited."""
 
 
+async def _unrecorded(group: Group, refusal: str | None) -> None: ...
+
+
 @dataclass(slots=True)
 class Batcher:
     """Leases groups from the gateway and assembles batches.
@@ -112,7 +115,7 @@ class Batcher:
     tokens: TokenCounts = field(default_factory=TokenCounts)
     answer: Callable[[GroupState], Any] = lambda _: None
     """Group → the gold answer of its task, as in trajectory files."""
-    offered: Callable[[Group, str | None], None] = lambda group, refusal: None
+    offered: Callable[[Group, str | None], Awaitable[None]] = _unrecorded
     """Called with a client's group when admission has accepted it, or refused it for a reason."""
     scorer: GroupScorer | None = None
     last_progress: float = field(default_factory=time.monotonic)
@@ -189,13 +192,15 @@ class Batcher:
         known = admission.groups.get(group.id)
         if known is None and group.client is not None:
             refusal = admission.accept(group)
-            self.offered(group, refusal)
+            if refusal is None:  # from now on it may be withdrawn
+                self._groups[group.id] = group
+            await self.offered(group, refusal)
             if refusal is not None:
                 await self.gateway.ack(admission.epoch, group.lease_id, REFUSED, refusal)
                 return False
             self.accepted_episodes += len(group.trajectories)
             self.accepted_tokens += sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
-            return True
+            return group.id in self._groups
         if known is None:  # never issued, or ended during the lease call
             await self.gateway.ack(admission.epoch, group.lease_id, UNKNOWN)
             return False

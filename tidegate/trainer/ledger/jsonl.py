@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import IO, Any, Self
 import orjson
 
 from tidegate.errors import TidegateError
+
+BLOCK = 1 << 16
+"""Bytes that are searched at a time for the end of the last complete line."""
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
@@ -31,9 +36,36 @@ def read_jsonl(path: Path, raised: type[TidegateError] = TidegateError) -> Itera
 
 def drop_torn_line(path: Path) -> None:
     """Remove an incomplete last line, so that the next append starts a new line."""
-    size = sum(map(len, complete_lines(path)))
-    if path.exists() and path.stat().st_size > size:
-        os.truncate(path, size)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = whole = file.seek(0, os.SEEK_END)
+        newline = -1
+        while newline < 0 < whole:
+            whole, end = max(0, whole - BLOCK), whole
+            file.seek(whole)
+            newline = file.read(end - whole).rfind(b"\n")
+    if (complete := whole + newline + 1) < size:
+        os.truncate(path, complete)
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a file that a run cannot write."""
+    what = "free some space" if error.errno in DISK_FULL else "make it accessible"
+    return f"{what}, then continue with --resume"
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in the errors of writing to it; the system names it only in those of opening it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 class AppendedFile:

@@ -31,6 +31,7 @@ from tidegate.trainer.publish.first_version import set_first_version
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 
 STEADY_S = 60.0
 """A process that has run for this long before it exits is restarted at once."""
@@ -114,12 +115,17 @@ class StandingService:
     async def _keep_records(self) -> None:
         """Applies clients' erasures to the run's files and logs conversations, as the trainer did."""
         past = await asyncio.to_thread(read_ledger_state, self._dir / "ledger.jsonl")
-        async with GatewayClient(self.gateway.url, self._key) as client, asyncio.TaskGroup() as tasks:
-            with Ledger(self._dir / "ledger.jsonl") as ledger:
-                files = TrajectoryFiles(self._dir)
-                clients = await asyncio.to_thread(ClientLog, self._dir)
-                tasks.create_task(clients.watch(client))
-                await Erasure(client, files, ledger.record, past.erased, self._note).watch()
+        async with (
+            GatewayClient(self.gateway.url, self._key) as client,
+            FileWriter() as writer,
+            asyncio.TaskGroup() as tasks,
+        ):
+            with await asyncio.to_thread(Ledger, self._dir / "ledger.jsonl") as ledger:
+                files, clients = TrajectoryFiles(self._dir), ClientLog(self._dir)
+                tasks.create_task(clients.watch(client, writer))
+                await Erasure(
+                    client, files, writer, ledger.record, ledger.durable, past.erased, self._note
+                ).watch()
 
     def newest_weights(self) -> tuple[Path, int]:
         """Returns the newest published weights, with which engines start, and their version."""

@@ -47,6 +47,9 @@ async def _shared_directory(url: str, weights: Path) -> Path:
     return weights
 
 
+async def _no_ledger() -> None: ...
+
+
 @dataclass(slots=True)
 class Publisher:
     """Publishes to all engines at the same time.
@@ -74,6 +77,8 @@ class Publisher:
     """Delivers a directory to the engine at a URL; returns its path there. Raises StartError, OSError."""
     in_outage: Callable[[], bool] = lambda: False
     """Whether to retry beyond `retry_s`: an outage has a limit of its own."""
+    durable: Callable[[], Awaitable[None]] = _no_ledger
+    """Forces the ledger to disk before a version exists, so that no start reuses its number."""
     kept: Path | None = None
     """Directory of a published version that is not removed."""
     unavailable: set[str] = field(default_factory=set)
@@ -95,6 +100,7 @@ class Publisher:
         Raises OSError, and PublishError if all engines fail.
         """
         began = time.monotonic()
+        await self.durable()
         write = self.writer.write if self.sender is None else self.writer.write_delta
         await self._go_live(await self._write(write, version), version)
         self.writer.on_published(time.monotonic() - began)
@@ -106,6 +112,7 @@ class Publisher:
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
         weights = self.writer.directory / CANDIDATE.format(version)
+        await self.durable()
         with failpoints.around("publish.weights"):
             await asyncio.to_thread(self.writer.save, weights)
         return weights
@@ -124,6 +131,7 @@ class Publisher:
     async def publish_candidate(self, weights: Path, version: int) -> None:
         """Make a candidate the current version, and load it on every engine."""
         live = self.writer.directory / VERSION.format(version)
+        await self.durable()
         self.writer.reset()
         with failpoints.around("publish.promoted"):
             await asyncio.to_thread(weights.replace, live)
@@ -148,7 +156,7 @@ class Publisher:
                 loaded |= await self._send(http, version, skipped | loaded)
             updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded)
         await self._set_service(updated, failed)
-        self._prune()
+        await asyncio.to_thread(self._prune)
 
     def _set_current(self, weights: Path, version: int) -> None:
         self._earlier, self.current = self.current[0], (weights, version)

@@ -19,7 +19,8 @@ import orjson
 from tidegate import failpoints
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient, GroupRow
-from tidegate.trainer.ledger.jsonl import drop_torn_line, read_jsonl
+from tidegate.trainer.ledger.jsonl import drop_torn_line, naming, read_jsonl
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group, Trajectory
 
 FILE = "clients.jsonl"
@@ -41,9 +42,8 @@ class ClientLog:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
         drop_torn_line(self._path)
-        ended = (line for line in read_jsonl(self._path) if line["state"] not in (TAKEN, REFUSED))
-        self._ended = {line["group"] for line in ended}
-        """Conversations without a reward that have a line."""
+        self._ended: set[str] | None = None
+        """Conversations without a reward that have a line; None: the file has not been read yet."""
 
     def offered(self, group: Group, refusal: str | None) -> None:
         """Record a group that admission took in or refused."""
@@ -55,15 +55,21 @@ class ClientLog:
             episodes=[_episode(trajectory) for trajectory in group.trajectories],
         )
 
-    async def watch(self, gateway: GatewayClient) -> None:
+    async def watch(self, gateway: GatewayClient, writer: FileWriter) -> None:
         """Record the conversations that end without a reward, until cancelled."""
         while True:
             with contextlib.suppress(GatewayError):  # a restarting gateway; repeated later
-                self.ended(await gateway.list_groups())
+                await writer.run(self.ended, await gateway.list_groups())
             await asyncio.sleep(POLL_S)
 
     def ended(self, rows: list[GroupRow]) -> None:
-        """Record those of these groups that are conversations which ended without a reward, once each."""
+        """Record those of these groups that are conversations which ended without a reward, once each.
+
+        Raises TidegateError if the file is damaged.
+        """
+        if self._ended is None:
+            lines = read_jsonl(self._path)
+            self._ended = {line["group"] for line in lines if line["state"] not in (TAKEN, REFUSED)}
         for row in rows:
             if row.outcome is not None and row.id not in self._ended:
                 self._ended.add(row.id)
@@ -71,7 +77,7 @@ class ClientLog:
 
     def _append(self, **fields: Any) -> None:
         line = orjson.dumps({"time": round(time.time(), 3), **fields}) + b"\n"
-        with failpoints.around("clients"), self._path.open("ab") as file:
+        with failpoints.around("clients"), naming(self._path), self._path.open("ab") as file:
             file.write(line)
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidegate import failpoints
-from tidegate.trainer.ledger.jsonl import drop_torn_line
+from tidegate.trainer.ledger.jsonl import drop_torn_line, naming
 from tidegate.types import Outcome, Task
 
 
@@ -40,5 +40,5 @@ class DeadLetters:
         }  # fmt: skip
         # A task may have values without a JSON form, or text that is not valid Unicode.
         encoded = json.dumps(line, default=str, ensure_ascii=False).encode("utf-8", "replace")
-        with failpoints.around("dead_letters"), open(self.path, "ab") as file:
+        with failpoints.around("dead_letters"), naming(self.path), open(self.path, "ab") as file:
             file.write(encoded + b"\n")

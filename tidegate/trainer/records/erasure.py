@@ -10,6 +10,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 
 POLL_S = 5.0
 
@@ -23,14 +24,18 @@ class Erasure:
     Args:
         gateway: Client of the gateway.
         files: The run's trajectory files.
+        writer: Runs all other calls that write these files.
         record: Receives ledger entries.
+        durable: Forces the ledger to disk.
         done: Ids of the groups that the ledger has as erased.
         note: Receives messages.
     """
 
     gateway: GatewayClient
     files: TrajectoryFiles
+    writer: FileWriter
     record: Callable[[LedgerEntry], None]
+    durable: Callable[[], Awaitable[None]]
     done: set[str]
     note: Callable[[str], None]
     withdraw: Callable[[Collection[str]], Awaitable[None]] | None = None
@@ -39,7 +44,7 @@ class Erasure:
     async def watch(self) -> None:
         """Erase again what an earlier start of the run was to erase, then poll until cancelled."""
         if self.done:
-            await self.files.erase(self.done)
+            await self.files.erase(self.done, self.writer)
         while True:
             await self.poll()
             await asyncio.sleep(POLL_S)
@@ -54,7 +59,8 @@ class Erasure:
             self.record(entry("run", "erased", group=group))
         if new:
             self.done |= new
+            await self.durable()
             if self.withdraw is not None:
                 await self.withdraw(new)
-            await self.files.erase(new)
+            await self.files.erase(new, self.writer)
             self.note(f"erased {len(new)} conversations or groups of clients")

@@ -7,10 +7,11 @@ repeated.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 
 from tidegate.errors import TidegateError
@@ -32,12 +33,15 @@ def requested_lifts(run_dir: Path) -> set[str]:
     return {task for _, tasks in _requests(run_dir) for task in tasks}
 
 
-def lift_requested(run_dir: Path, lift: Callable[[str], bool]) -> list[str]:
+async def lift_requested(
+    run_dir: Path, lift: Callable[[str], bool], durable: Callable[[], Awaitable[None]]
+) -> list[str]:
     """Carry out all requests.
 
     Args:
         run_dir: Directory of the run.
         lift: Lifts the quarantine of a task; returns whether it was quarantined.
+        durable: Forces the ledger to disk.
 
     Returns:
         The tasks that were quarantined.
@@ -45,10 +49,12 @@ def lift_requested(run_dir: Path, lift: Callable[[str], bool]) -> list[str]:
     Raises:
         TidegateError: A request cannot be read.
     """
-    lifted = []
-    for path, tasks in _requests(run_dir):
-        lifted += [task for task in tasks if lift(task)]
-        path.unlink(missing_ok=True)
+    requests = await asyncio.to_thread(lambda: list(_requests(run_dir)))
+    lifted = [task for _, tasks in requests for task in tasks if lift(task)]
+    if requests:
+        await durable()
+    for path, _ in requests:
+        await asyncio.to_thread(path.unlink, missing_ok=True)
     return lifted
 
 

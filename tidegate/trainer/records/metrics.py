@@ -13,7 +13,7 @@ from typing import Any
 from tidegate import failpoints
 from tidegate.config import TrainerSettings
 from tidegate.errors import TidegateError
-from tidegate.trainer.ledger.jsonl import AppendedFile, drop_torn_line, read_jsonl
+from tidegate.trainer.ledger.jsonl import AppendedFile, drop_torn_line, naming, read_jsonl
 
 FILE = "metrics.jsonl"
 Value = float | int | bool | str | None
@@ -41,16 +41,13 @@ class MetricsLog(AppendedFile):
         Raises:
             KeyError: The line has no step or version.
             TypeError: A value is not flat.
-            TidegateError: The file cannot be written.
+            OSError: The file cannot be written.
         """
         head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
         plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
-        try:
-            with failpoints.around("metrics.line"):
-                self._file.write(json.dumps(plain, allow_nan=False) + "\n")
-                self._file.flush()
-        except OSError as error:
-            raise TidegateError(f"cannot write {self.path}: {error}") from error
+        with failpoints.around("metrics.line"), naming(self.path):
+            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.flush()
 
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, which a resumed run takes again. Returns the number dropped."""

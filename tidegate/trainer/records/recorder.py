@@ -19,6 +19,7 @@ from tidegate.trainer.records.judge import PREFIX, JudgeRecord
 from tidegate.trainer.records.lengths import cut_ratio, length_metrics, repetition_metrics
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Logprobs, Trajectory, Turn
 
 
@@ -32,6 +33,7 @@ class Recorder:
     snapshot: Callable[[], dict[str, float]]
     version: Callable[[], int]
     judge: JudgeRecord = field(default_factory=JudgeRecord)
+    writer: FileWriter = field(default_factory=FileWriter)
     _steps_at: dict[int, int] = field(default_factory=dict)
     """Version → number of steps in its weights."""
     _previous: dict[str, float] = field(init=False)
@@ -40,19 +42,25 @@ class Recorder:
     def __post_init__(self) -> None:
         self._previous = self.snapshot()
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    async def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line. Step 0 is the evaluation before the first step."""
+        line = self.line(step, metrics)
+        await self.writer.run(self.log.append, line)
+        self.observer.step(line)
+
+    def line(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the step's line: its metrics, and the counts since the line before."""
         version = self.version()
         self._steps_at.setdefault(version, step)
         now = self.snapshot()
         head = {"step": step, "version": version, "time": time.time()}
         line = {**head, **metrics, **self.judge.metrics(), **now, **_lost(now, self._previous)}
         self._previous = now
-        self.log.append(line)
-        self.observer.step(line)
+        return line
 
-    def batch(self, batch: Batch, step: int) -> None:
-        self.files.batch(batch, step)
+    async def batch(self, batch: Batch, step: int) -> None:
+        """Write the batch's episodes."""
+        await self.writer.run(self.files.batch, batch, step)
 
     def note(self, text: str) -> None:
         self.observer.note(text)

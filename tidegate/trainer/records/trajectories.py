@@ -23,7 +23,8 @@ from tidegate.errors import TidegateError
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.jsonl import drop_torn_line
+from tidegate.trainer.ledger.jsonl import drop_torn_line, naming
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan, fields_of
 
 LONGEST_ANSWER = 2_000
@@ -91,21 +92,32 @@ class TrajectoryFiles:
         if trajectory.group_id in self.erased:
             return
         attempt = trajectory.metadata.get("attempt")
-        with failpoints.around(f"trajectories.{state}"), open(self._unleased[state], "ab") as file:
+        path = self._unleased[state]
+        with failpoints.around(f"trajectories.{state}"), naming(path), open(path, "ab") as file:
             file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
 
-    async def erase(self, groups: Collection[str]) -> None:
-        """Remove the episodes of these groups from every file, and never write them again. Idempotent."""
+    async def erase(self, groups: Collection[str], writer: FileWriter) -> None:
+        """Remove the episodes of these groups from every file, and never write them again. Idempotent.
+
+        Args:
+            groups: Ids of the groups.
+            writer: Runs all other calls that write these files.
+        """
         self.erased.update(groups)
-        appended = [path for path in self._unleased.values() if path.exists()]
-        written = set(self.directory.glob("*.jsonl")).difference(appended)
-        await asyncio.to_thread(_erase, [*written, *self._discarded.glob("*.jsonl")], frozenset(groups))
-        _erase(appended, frozenset(groups))  # not in a thread: `append` must not write meanwhile
+        names = frozenset(groups)
+        # Listed by the writer: a write that began before the line above is in the list.
+        await asyncio.to_thread(_erase, await writer.run(self._closed), names)
+        await writer.run(lambda: _erase(filter(Path.exists, self._unleased.values()), names))
+
+    def _closed(self) -> list[Path]:
+        """Return the files to which nothing is appended."""
+        written = set(self.directory.glob("*.jsonl")).difference(self._unleased.values())
+        return [*written, *self._discarded.glob("*.jsonl")]
 
     def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
         lines = [line for line in lines if line["group_id"] not in self.erased]
         part = self.directory / f"{name}.part"
-        with failpoints.around(f"trajectories.{name.partition('_')[0]}"):
+        with failpoints.around(f"trajectories.{name.partition('_')[0]}"), naming(part):
             part.write_bytes(b"".join(map(_line, lines)))
             part.replace(self.directory / name)
 
@@ -122,7 +134,7 @@ def _erase(paths: Iterable[Path], groups: Collection[str]) -> None:
         erased = {line for line in named if orjson.loads(line).get("group_id") in groups}
         if erased:
             part = path.with_name(f"{path.name}.part")
-            with failpoints.around("trajectories.erased"):
+            with failpoints.around("trajectories.erased"), naming(part):
                 part.write_bytes(b"".join(line for line in lines if line not in erased))
                 part.replace(path)
 

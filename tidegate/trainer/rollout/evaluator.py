@@ -12,7 +12,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +55,7 @@ class Evaluator:
     episodes: EpisodeSource
     sets: dict[str, list[Task]]
     observer: Observer
-    save: Callable[[int, list[Episode]], None]
+    save: Callable[[int, list[Episode]], Awaitable[None]]
     engines_down: Callable[[], bool] = lambda: False
     """While it returns True, time does not count against the deadline."""
     last_progress: float = 0.0
@@ -182,7 +182,7 @@ class Evaluator:
                 raise result
         episodes = [result for result in ended if isinstance(result, tuple)]
         if save:
-            self.save(step, episodes)
+            await self.save(step, episodes)
         if version is not None:
             episodes = [episode for episode in episodes if _sampled_from(version, episode[2], reasons)]
         metrics = _metrics(plan, episodes) | {"eval/seconds": time.monotonic() - began}

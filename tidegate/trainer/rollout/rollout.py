@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from tidegate.trainer.records.dead_letters import Attempted
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
+from tidegate.trainer.waits import run_to_completion
 from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 MAX_QUARANTINED_IN_A_ROW = 10_000
@@ -47,9 +48,9 @@ class Rollout:
     admission: Admission
     episodes: EpisodeSource
     tasks: Tasks
-    save: Callable[[Trajectory, State], None]
+    save: Callable[[Trajectory, State], Awaitable[None]]
     """Saves an episode that failed, or became stale before its group was leased."""
-    dead_letter: Callable[[Task, str, int, Sequence[Attempted]], None]
+    dead_letter: Callable[[Task, str, int, Sequence[Attempted]], Awaitable[None]]
     """Called with a task, group, slot and its attempts before the task is quarantined."""
     pause: Pause
     tokens: TokenCounts = field(default_factory=TokenCounts)
@@ -64,6 +65,8 @@ class Rollout:
     """Gold answers of groups in flight, by the index of their task."""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
+    _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an attempt ends: of slots that fail together, one quarantines the task."""
     _broken: BaseException | None = None
     _skipped: int = 0
     _stopped: bool = False
@@ -176,10 +179,11 @@ class Rollout:
             outcome, why = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
-            if self.admission.would_quarantine(attempt, outcome):
-                self.dead_letter(task, group.id, slot, tried)
-            probe = attempt == self.admission.outage.probe
-            decision = self.admission.end_attempt(attempt, outcome, why)
+            async with self._ending:
+                if self.admission.would_quarantine(attempt, outcome):
+                    await self.dead_letter(task, group.id, slot, tried)
+                probe = attempt == self.admission.outage.probe
+                decision = self.admission.end_attempt(attempt, outcome, why)
             self.pause.update(probe_failed=probe)
             self.wake()  # a slot may be free, or an outage over
             if decision is not AttemptDecision.RETRY:
@@ -222,7 +226,7 @@ class Rollout:
         try:
             trajectory = await gateway.trajectory(summary.session_id)
             trajectory.answer = bounded_answer(task.answer)
-            self.save(trajectory, State.FAILED)
+            await self.save(trajectory, State.FAILED)
             await gateway.delete_session(summary.session_id)
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
@@ -246,7 +250,11 @@ class Rollout:
             answer = self.answer(group)
             for trajectory in dropped:
                 trajectory.answer = answer
-                self.save(trajectory, state)
+            await run_to_completion(self._save_all(dropped, state))
+
+    async def _save_all(self, dropped: Sequence[Trajectory], state: State) -> None:
+        for trajectory in dropped:
+            await self.save(trajectory, state)
 
     async def cancel_stale(self, version: int) -> None:
         """End the groups that will be stale once `version` is published."""

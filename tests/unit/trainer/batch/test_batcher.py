@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.slow_files import slow_file
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tests.waiting import eventually
 from tidegate.config import TrainerSettings
 from tidegate.observer import Observer
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit
+from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group, Outcome, Trajectory
 
 ALIKE, APART = [1.0, 1.0], [0.0, 1.0]
@@ -164,3 +170,29 @@ async def test_groups_are_scored_from_their_lease_on_and_filtered_ones_are_not()
     kept = [group.id for group in batch.groups]
     begun = [("begin", name) for name in kept]
     assert scores.log == [("drop", "g1-000001"), *begun, ("finish", kept)]
+
+
+async def test_a_clients_group_may_be_withdrawn_while_its_line_is_written(tmp_path: Path) -> None:
+    batches, gateway, book = gathered([APART, APART], dynamic_sampling=True)
+    erased = Group("me.1", "conversation", [_episode("me.1", slot, 1.0) for slot in range(2)], "lease-me.1")
+    for one in erased.trajectories:
+        one.client = "me"
+    own, leased = gateway.lease, [erased]
+
+    async def lease(*arguments: Any) -> list[Group]:
+        return [leased.pop()] if leased else await own(*arguments)
+
+    gateway.lease = lease  # type: ignore[method-assign]
+    async with FileWriter() as writer:
+        batches.offered = partial(writer.run, ClientLog(tmp_path).offered)
+        with slow_file(tmp_path / "clients.jsonl") as slow:
+            assembling = asyncio.create_task(batches.next_batch())
+            await eventually(slow.reached.is_set)
+            await batches.withdraw(["me.1"])
+            slow.respond()
+            batch = await asyncio.wait_for(assembling, 10)
+    assert b'"state":"taken"' in slow.content()
+    assert {group.id for group in batch.groups} == {"g1-000001", "g1-000002"}
+    assert ("lease-me.1", "filtered") in gateway.acked
+    ends = [one["state"] for one in book if one["id"] == "me.1" and one["event"] == "ended"]
+    assert ends == ["filtered"]

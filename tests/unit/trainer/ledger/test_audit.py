@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import json
+import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import eventually
 from tidegate.config import Settings
 from tidegate.errors import LedgerError
 from tidegate.settings import sections
@@ -414,18 +417,40 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
         list(read_ledger(tmp_path / "nothing.jsonl"))
 
 
-class _FullDisk:
-    def write(self, _: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("room", range(0, 60, 7))
+def test_an_entry_that_does_not_fit_is_not_recorded_in_part(tmp_path: Path, room: int) -> None:
+    """The system writes what fits, and refuses the rest."""
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.record(entry("group", "issued", id="g1"))
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+        try:
+            with pytest.raises(LedgerError, match=r"cannot record g2: File too large; .*--resume"):
+                ledger.record(entry("group", "issued", id="g2"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        ledger.record(entry("group", "issued", id="g3"))
+    assert [(one["seq"], one["id"]) for one in read_ledger(path)] == [(0, "g1"), (1, "g3")]
 
 
-def test_a_full_disk_is_an_error_that_names_the_entry(
+async def test_entries_are_recorded_while_earlier_ones_are_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Ledger(tmp_path / "ledger.jsonl") as ledger:
-        real = ledger._file
-        monkeypatch.setattr(ledger, "_file", _FullDisk())
-        with pytest.raises(LedgerError, match="cannot record g1: No space left"):
-            ledger.record(entry("group", "issued", id="g1"))
-        assert ledger.position == 0
-        monkeypatch.setattr(ledger, "_file", real)
+    reached, responds = threading.Event(), threading.Event()
+
+    def fsync(handle: int) -> None:
+        reached.set()
+        assert responds.wait(5), "the event loop waits for the disk"
+
+    monkeypatch.setattr("tidegate.trainer.ledger.ledger.os.fsync", fsync)
+    path = tmp_path / "ledger.jsonl"
+    with Ledger(path) as ledger:
+        ledger.record(entry("run", "publishing", version=1, step=1))
+        syncing = asyncio.create_task(ledger.durable())
+        await eventually(reached.is_set)
+        ledger.record(entry("group", "issued", id="g1"))
+        assert not syncing.done()
+        responds.set()
+        await syncing
+    assert [one["event"] for one in read_ledger(path)] == ["publishing", "issued"]

@@ -29,6 +29,10 @@ RAW = {
 }
 
 
+async def durable() -> None:
+    """Stands for the ledger's method."""
+
+
 class Stage:
     """A run directory with the ledger of an admission."""
 
@@ -116,7 +120,7 @@ def test_the_command_lists_them(stage: Stage, capsys: pytest.CaptureFixture[str]
     assert ": timeout: bad why\n" in text
 
 
-def test_a_lift_is_requested_carried_out_once_and_entered(
+async def test_a_lift_is_requested_carried_out_once_and_entered(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tasks", str(stage.dir), "--lift", "bad"]) == 0
@@ -125,15 +129,15 @@ def test_a_lift_is_requested_carried_out_once_and_entered(
     main(["tasks", str(stage.dir)])
     assert "its lift is requested" in capsys.readouterr().out
     request_lift(stage.dir, ["bad", "easy"])
-    assert lift_requested(stage.dir, stage.core.lift) == ["bad"]
-    assert lift_requested(stage.dir, stage.core.lift) == []
+    assert await lift_requested(stage.dir, stage.core.lift, durable) == ["bad"]
+    assert await lift_requested(stage.dir, stage.core.lift, durable) == []
     assert requested_lifts(stage.dir) == set()
     assert stage.listed(capsys, "--quarantined") == []
     stage.group("bad", [Outcome.COMPLETED])
     assert audit_run(stage.dir).consistent
 
 
-def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) -> None:
+async def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) -> None:
     request_lift(stage.dir, ["bad"])
 
     def crash(task: str) -> bool:
@@ -141,8 +145,8 @@ def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        lift_requested(stage.dir, crash)
-    assert lift_requested(stage.dir, stage.core.lift) == []
+        await lift_requested(stage.dir, crash, durable)
+    assert await lift_requested(stage.dir, stage.core.lift, durable) == []
     book = (stage.dir / "ledger.jsonl").read_text().splitlines()
     assert sum('"lifted"' in line for line in book) == 1
 
@@ -172,11 +176,11 @@ def test_what_cannot_be_lifted(
     assert requested_lifts(stage.dir) == set()
 
 
-def test_a_damaged_request_is_named(stage: Stage) -> None:
+async def test_a_damaged_request_is_named(stage: Stage) -> None:
     (stage.dir / "lifts").mkdir()
     (stage.dir / "lifts" / "1.json").write_text("7")
     with pytest.raises(TidegateError, match=r"1\.json cannot be read .*; remove it"):
-        lift_requested(stage.dir, stage.core.lift)
+        await lift_requested(stage.dir, stage.core.lift, durable)
 
 
 @pytest.mark.parametrize(

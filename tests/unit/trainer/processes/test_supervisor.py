@@ -8,8 +8,8 @@ import time
 import pytest
 
 from tidegate.errors import EngineError, NoProgressError
-from tidegate.trainer.loop import run_to_completion, unless_stopped
 from tidegate.trainer.processes.supervisor import TaskSupervisor, watchdog
+from tidegate.trainer.waits import run_to_completion, unless_stopped
 
 
 async def fails(after: asyncio.Event | None = None) -> None:

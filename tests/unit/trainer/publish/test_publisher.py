@@ -124,6 +124,23 @@ async def test_a_publish_makes_its_control_calls_in_order_on_every_engine(
     assert stage.publisher.current[1] == 1
 
 
+async def test_the_ledger_is_on_disk_before_any_weights_of_a_version_exist(
+    stage: Stage, engines: list[ControlEngine], tmp_path: Path
+) -> None:
+    found: list[list[str]] = []
+
+    async def durable() -> None:
+        found.append(sorted(os.listdir(tmp_path)))
+
+    stage.publisher.durable = durable
+    await stage.publisher.publish(1)
+    for engine in engines:
+        engine.calls.clear()
+    weights = await stage.publisher.write_candidate(2)
+    await stage.publisher.publish_candidate(weights, 2)
+    assert found == [[], ["v000001"], ["candidate-v000002", "v000001"]]
+
+
 async def test_an_engine_that_refuses_is_resumed_and_quarantined(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:

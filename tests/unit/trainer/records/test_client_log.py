@@ -73,4 +73,4 @@ def test_a_conversation_without_a_reward_is_recorded_once(tmp_path: Path) -> Non
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text('{"state": "taken"}\nno\n')
     with pytest.raises(TidegateError, match=r"clients\.jsonl, line 2: not JSON"):
-        ClientLog(tmp_path)
+        ClientLog(tmp_path).ended([])

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 
 
 @dataclass
@@ -57,7 +59,14 @@ def files(tmp_path: Path) -> TrajectoryFiles:
 
 
 def erasure(gateway: Gateway, files: TrajectoryFiles, book: list[Any], *done: str) -> Erasure:
-    return Erasure(cast(Any, gateway), files, book.append, set(done), lambda _: None)
+    return Erasure(
+        cast(Any, gateway), files, FileWriter(), book.append, partial(kept, book), set(done), lambda _: None
+    )
+
+
+async def kept(book: list[Any]) -> None:
+    """Stands for the ledger's `durable`."""
+    book.append("durable")
 
 
 async def test_a_group_is_removed_from_every_file_and_never_written_again(files: TrajectoryFiles) -> None:
@@ -73,7 +82,7 @@ async def test_a_group_is_removed_from_every_file_and_never_written_again(files:
     assert untouched.stat().st_mtime_ns == before
     save(files, "me.1", "me.4")
     assert groups_in(stale) == ["me.2", "me.11", "me.4"]
-    assert book == [entry("run", "erased", group="me.1")]
+    assert book == [entry("run", "erased", group="me.1"), "durable"]
     assert not list(files.directory.rglob("*.part"))
 
 
@@ -87,7 +96,7 @@ async def test_each_group_has_one_entry_and_a_gateway_that_restarts_is_asked_aga
     await following.poll()
     gateway.down, gateway.erased = False, ["me.1", "me.2"]
     await following.poll()
-    assert [line["group"] for line in book] == ["me.1", "me.2"]
+    assert [line["group"] for line in book if line != "durable"] == ["me.1", "me.2"]
 
 
 async def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(files: TrajectoryFiles) -> None:

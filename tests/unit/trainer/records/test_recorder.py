@@ -55,11 +55,11 @@ def batch(*episodes: Trajectory, version: int = 1, staleness: int = 0) -> Batch:
     return Batch(BatchSelection(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
 
 
-def test_staleness_is_recorded_in_optimiser_steps_too(tmp_path: Path) -> None:
+async def test_staleness_is_recorded_in_optimiser_steps_too(tmp_path: Path) -> None:
     """Versions 0, 1, 2 are published after steps 0, 2, 4; the batch of step 6 holds a token of version 1."""
     log = recorder(tmp_path, [0, 0, 1, 1, 2, 2])
     for step in range(6):
-        log.step(step, {})
+        await log.step(step, {})
     found = log.batch_metrics(batch(episode(), version=2, staleness=1), 6)
     assert (found["staleness/max"], found["staleness_steps/max"]) == (1, 3)
     assert log.batch_metrics(batch(episode(), version=2), 6)["staleness_steps/mean"] == 1
@@ -78,7 +78,7 @@ def test_a_held_out_set_whose_score_is_another_ones_is_refused(tmp_path: Path) -
     settings = Settings.model_validate({"model": {"path": "m"}})
     episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
     with pytest.raises(ConfigError, match=r"'greedy'.*eval/reward_greedy"):
-        Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), lambda *_: None)
+        Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), cast(Any, None))
 
 
 def test_steps_before_a_resume_are_not_guessed(tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_steps_before_a_resume_are_not_guessed(tmp_path: Path) -> None:
     assert log.batch_metrics(batch(episode(), version=7), 11)["staleness_steps/mean"] == 0
 
 
-def test_each_line_says_how_many_groups_were_lost_since_the_one_before(tmp_path: Path) -> None:
+async def test_each_line_says_how_many_groups_were_lost_since_the_one_before(tmp_path: Path) -> None:
     told = [{"groups/stale": float(stale), "groups/failed": 1.0} for stale in (5, 7, 7)]
     log = Recorder(MetricsLog(tmp_path), TrajectoryFiles(tmp_path), Silent(), lambda: told.pop(0), lambda: 0)
     for step in (1, 2):
-        log.step(step, {})
+        await log.step(step, {})
     lines = read_metrics(tmp_path)
     assert [line["selection/stale_groups"] for line in lines] == [2, 0]
     assert [line["selection/failed_groups"] for line in lines] == [0, 0]

@@ -135,7 +135,7 @@ def make(tmp_path: Path) -> Make:
         async def stop_rollout() -> None:
             evaluator.ended.append("stop")
 
-        def record(step: int, _: dict[str, float]) -> None:
+        async def record(step: int, _: dict[str, float]) -> None:
             evaluator.ended.append(f"line {step}")
 
         best = cast(Any, Best())

@@ -20,6 +20,9 @@ from tidegate.trainer.rollout.evaluator import Evaluation, Evaluator
 from tidegate.types import Outcome, Task, Trajectory
 
 
+async def unsaved(*_: object) -> None: ...
+
+
 class Scripted(Evaluator):
     """Its evaluations have the rewards of a script, by number of tasks."""
 
@@ -42,7 +45,7 @@ async def test_an_interim_evaluation_that_reaches_the_target_is_confirmed_on_all
     settings = load_settings(None, words + ([] if until is None else [f"--trainer.until={until}"]))
     tasks = [Task(str(number), "e", ({"role": "user", "content": "?"},)) for number in range(30)]
     episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
-    evaluator = Scripted(settings, episodes, {"": tasks, "other": tasks}, Silent(), lambda *_: None)
+    evaluator = Scripted(settings, episodes, {"": tasks, "other": tasks}, Silent(), unsaved)
     evaluator.script, evaluator.asked = {8: interim, 20: full}, []
     evaluation = await evaluator.interim(5)
     assert evaluation is not None
@@ -70,7 +73,11 @@ def solved(*words: str, saved: list[Any] | None = None) -> Solved:
     settings = load_settings(None, ["--model.path=m", "--eval.tasks=2", "--eval.interim_tasks=1", *words])
     tasks = [Task(str(number), "e", ({"role": "user", "content": "?"},)) for number in range(9)]
     episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
-    keep = (lambda step, done: saved.extend(done)) if saved is not None else (lambda *_: None)
+
+    async def keep(step: int, done: list[Any]) -> None:
+        if saved is not None:
+            saved.extend(done)
+
     return Solved(settings, episodes, {"": tasks, "other": tasks[1:]}, Silent(), keep)
 
 

@@ -8,16 +8,24 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from tests.slow_files import slow_file
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tests.waiting import eventually
 from tidegate.config import load_settings
 from tidegate.errors import GatewayError, NoUsableEpisodesError, OutageError, TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.records.dead_letters import DeadLetters
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.rollout import pause as pauses
 from tidegate.trainer.rollout import rollout as module
 from tidegate.trainer.rollout.episodes import EpisodeSource
@@ -154,8 +162,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         book: list[Any] = []
         core = Admission(rules, book.append)
         episodes = EpisodeSource(cast(Any, script), 5.0, epoch=EPOCH)
-        keep = lambda one, state: script.kept.append((one.metadata["attempt"], state.value))  # noqa: E731
-        letter = lambda *told: script.letters.append((*told, len(book)))  # noqa: E731
+
+        async def keep(one: Trajectory, state: State) -> None:
+            script.kept.append((one.metadata["attempt"], state.value))
+
+        async def letter(*told: Any) -> None:
+            script.letters.append((*told, len(book)))
+
         pause = Pause(core, script.notes.append, 3600.0)
         return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter, pause), core, book, script)
 
@@ -215,6 +228,70 @@ async def test_a_quarantined_task_has_one_dead_letter_with_the_reason(make: Call
     assert [one.attempt for one in attempts] == [f"g1-000001.{slot}.{n}" for n in (1, 2, 3)]
     assert {(one.outcome, one.why) for one in attempts} == {(Outcome.TIMEOUT, "timeout")}
     assert "quarantined" in {one["event"] for one in stage.book[entered:]}, "the letter comes first"
+
+
+async def test_other_groups_go_on_while_a_failed_episode_is_written(
+    make: Callable[..., Stage], tmp_path: Path
+) -> None:
+    stage = make(Script(lambda name: Outcome.TIMEOUT if name == "g1-000001.0.1" else Outcome.COMPLETED))
+    files = TrajectoryFiles(tmp_path)
+    async with FileWriter() as writer:
+        stage.rollout.save = partial(writer.run, files.append)
+        with slow_file(files.directory / "failed.jsonl") as slow:
+            async with stage.running() as rollout:
+                await stage.settle(rollout, lambda: "g1-000002" in stage.script.sealed)
+                await eventually(slow.reached.is_set)
+                assert "s-g1-000001.0.1" not in stage.script.deleted, "the gateway keeps it meanwhile"
+                slow.respond()
+                await stage.settle(rollout, lambda: "g1-000001" in stage.script.sealed)
+    assert b"g1-000001.0.1" in slow.content()
+
+
+async def test_a_task_is_quarantined_once_its_dead_letter_is_written(
+    make: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """Both slots fail for the last time while the file system does not respond: the task has one letter."""
+    stage = make(
+        Script(lambda name: Outcome.TIMEOUT if "g1-000001" in name else Outcome.COMPLETED), max_attempts=1
+    )
+    letters = DeadLetters(tmp_path)
+    async with FileWriter() as writer:
+        stage.rollout.dead_letter = partial(writer.run, letters.write)
+        with slow_file(letters.path) as slow:
+            async with stage.running() as rollout:
+                await eventually(slow.reached.is_set)
+                assert "quarantined" not in {one["event"] for one in stage.book}
+                slow.respond()
+                await stage.settle(rollout, lambda: len(stage.script.sealed) == 2)
+    assert slow.content().count(b"\n") == 1
+    assert [one["task"] for one in stage.book if one["event"] == "quarantined"] == ["t0"]
+
+
+async def test_all_episodes_of_a_failed_group_are_saved_though_the_run_ends(
+    make: Callable[..., Stage],
+) -> None:
+    stage = make(
+        Script(lambda name: Outcome.AGENT_ERROR if name == "g1-000001.2.1" else Outcome.COMPLETED),
+        group_size=3, min_group_size=3, max_attempts=1,
+    )  # fmt: skip
+    stage.script.until["g1-000001.2.1"] = others_done = asyncio.Event()
+    reached, goes_on, save = asyncio.Event(), asyncio.Event(), stage.rollout.save
+
+    async def slow(episode: Trajectory, state: State) -> None:
+        if episode.metadata["attempt"] == "g1-000001.0.1":
+            reached.set()
+            await goes_on.wait()
+        await save(episode, state)
+
+    stage.rollout.save = slow
+    async with stage.running() as rollout:
+        await stage.settle(rollout, lambda: "g1-000002" in stage.script.sealed)
+        others_done.set()
+        await asyncio.wait_for(reached.wait(), 10)
+        rollout.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+    assert {attempt for attempt, _ in stage.script.kept} == {f"g1-000001.{slot}.1" for slot in range(3)}
 
 
 async def test_failed_slots_wait_longer_each_time(
@@ -324,7 +401,11 @@ async def test_episodes_that_are_lost_have_the_answer_of_their_task(make: Callab
     """One that failed, the members of a group that failed with it, and of one that went stale."""
     stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001.0." in name else Outcome.COMPLETED))
     kept: list[tuple[str, str, Any]] = []
-    stage.rollout.save = lambda one, state: kept.append((one.metadata["attempt"], state, one.answer))
+
+    async def keep(one: Trajectory, state: State) -> None:
+        kept.append((one.metadata["attempt"], state, one.answer))
+
+    stage.rollout.save = keep
     async with stage.running() as rollout:
         await stage.settle(rollout, lambda: {"g1-000002", "g1-000003"} <= set(stage.script.sealed))
         await stage.rollout.end_stale(3, {"g1-000003": 0})

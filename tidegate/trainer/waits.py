@@ -1,0 +1,33 @@
+"""Waits that end when the run is to stop, and waits that do not end before their work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
+    """Return the coroutine's result; if `stop` is set first, cancel it and return None."""
+    work, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (work, stopped):
+            task.cancel()
+        await asyncio.gather(work, stopped, return_exceptions=True)
+
+
+async def run_to_completion(awaitable: Awaitable[T]) -> T:
+    """Await to the end even if the caller is cancelled meanwhile; then raise CancelledError."""
+    task = asyncio.ensure_future(awaitable)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if (error := task.exception()) is not None:
+            raise error from None
+        raise
