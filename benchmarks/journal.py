@@ -245,7 +245,7 @@ async def restart(directory: Path, model: Path) -> dict[str, Any]:
             costs.append((time.process_time() - before, _resident() - resident))
             sessions, groups = gateway.sessions.all(), gateway.groups.entries()
             before = time.process_time()
-            packed = sum(len(to_wire(entry.group)) for entry in groups)
+            packed = sum(len(to_wire(entry.read())) for entry in groups)
             first_use = time.process_time() - before
             turns = sum(len(session.tree.nodes) for session in sessions)
             used = _resident()

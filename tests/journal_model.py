@@ -121,8 +121,8 @@ def told(recovered: Recovered) -> State:
     return State(
         {session.id: _session(session) for session in recovered.sessions},
         {
-            entry.group.id: GroupPart(
-                [one.session_id for one in entry.group.trajectories], entry.lease_id, entry.key
+            entry.id: GroupPart(
+                [one.session_id for one in entry.read().trajectories], entry.lease_id, entry.key
             )
             for entry in recovered.entries
         },

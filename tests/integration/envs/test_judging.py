@@ -211,7 +211,7 @@ async def test_a_crash_leaves_either_none_or_all_of_the_ranked_rewards(tmp_path:
         await stage.client.seal_group("g", "t", sessions)
         after = stage.gateway.journal.load()
         [entry] = after.entries
-        assert entry.group.rewards() == [pytest.approx(1.2), pytest.approx(1.4)]
+        assert (await entry.group()).rewards() == [pytest.approx(1.2), pytest.approx(1.4)]
         assert [one.trajectory.reward_parts["judge"] for one in after.sessions if one.trajectory] == [
             0.2,
             0.4,
