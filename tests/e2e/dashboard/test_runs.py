@@ -188,7 +188,9 @@ async def test_the_timeline_leads_to_its_episodes_and_to_the_steps_beside(port: 
             await page.press("]")
             await page.until("document.querySelector('h1')?.textContent === 'Step 3'")
             await page.press("[")
-            await page.until("document.querySelector('a.lane')")
+            await page.until(
+                "document.querySelector('h1')?.textContent === 'Step 2' && document.querySelector('a.lane')"
+            )
             await page.look("location.hash = document.querySelector('a.lane').getAttribute('href')")
             await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 0')")
             await page.open(f"{url}/#/timeline?step=9")
