@@ -259,19 +259,20 @@ async def test_a_part_of_a_character_and_of_a_marker_is_not_delivered(stage: Sta
 
 async def test_every_choice_of_a_closed_stream_keeps_its_own_part(stage: Stage) -> None:
     access, _ = await opened(stage)
-    for text, read in (("short", 3), ("a longer one", 6)):
-        spoken(stage, text, read)
+    parts = [spoken(stage, text, read)[1] for text, read in (("short", 3), ("a longer one", 6))]
     async with client_of(stage, access) as client:
         made = await client.openai.chat.completions.create(model="m", messages=[USER], stream=True, n=2)
         read = ["", ""]
         async with made as stream:
             async for chunk in stream:
                 read[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-                if sum(map(len, read)) == 9:
+                if sum(map(len, read)) == sum(map(len, parts)):
                     break
         trajectory = await finished(stage, access)
     decode = stage.gateway.renderer.decode
-    assert sorted(decode(turn.output_ids.tolist()) for turn in trajectory.turns) == sorted(read)
+    assert (
+        sorted(decode(turn.output_ids.tolist()) for turn in trajectory.turns) == sorted(parts) == sorted(read)
+    )
 
 
 # -- a gateway that is killed ------------------------------------------------------------------------

@@ -175,6 +175,7 @@ async def test_feedback_may_come_before_the_reply_is_complete(
 ) -> None:
     other = create_key(keys, "other")
     stage.gateway.keys.reload()
+    stage.say("One, two.")
     stage.engine.stream_delay = asyncio.Event()
     ask: list[Any] = [{"role": "user", "content": "hello"}]
     stream = await user.chat.completions.create(model="m", messages=ask, stream=True)
