@@ -247,7 +247,7 @@ def test_replies_of_several_engines_are_distinguished_from_those_of_one() -> Non
 
 def test_a_damaged_file_of_episodes_is_named(tmp_path: Path) -> None:
     (tmp_path / "trajectories").mkdir()
-    (tmp_path / "trajectories" / "step_000001.jsonl").write_text('{"turns": [')
+    (tmp_path / "trajectories" / "step_000001.jsonl").write_text('{"turns": [\n')
     (tmp_path / "config.toml").write_text('[model]\npath = "m"\n')
     (tmp_path / "ledger.jsonl").touch()
     with pytest.raises(TidegateError, match=r"step_000001\.jsonl, line 1: not JSON"):

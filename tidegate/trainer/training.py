@@ -55,7 +55,7 @@ from tidegate.trainer.rollout.rollout import Rollout
 from tidegate.trainer.start import Start
 from tidegate.trainer.teacher.teacher import Teacher
 from tidegate.trainer.waits import run_to_completion, unless_stopped
-from tidegate.types import Trajectory
+from tidegate.types import Group, Trajectory
 
 STATE_S = 0.5
 
@@ -113,6 +113,9 @@ class Training:
             judge.add([trajectory])
             await self.writer.run(files.append, trajectory, state)
 
+        async def save_dropped(group: Group, state: State) -> None:
+            await self.writer.run(files.drop, group, state, self.loop.step + 1)
+
         async def save_evaluation(step: int, episodes: list[Episode]) -> None:
             judge.add(trajectory for _, _, trajectory in episodes)
             await self.writer.run(files.evaluation, step, episodes)
@@ -127,7 +130,8 @@ class Training:
         self.clients = ClientLog(self.dir)
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), teacher,
+            self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), save_dropped,
+            teacher,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)

@@ -100,6 +100,9 @@ class GroupScorer(Protocol):
 async def _unrecorded(group: Group, refusal: str | None) -> None: ...
 
 
+async def _unsaved(group: Group, state: State) -> None: ...
+
+
 @dataclass(slots=True)
 class Batcher:
     """Leases groups from the gateway and assembles batches.
@@ -117,6 +120,8 @@ class Batcher:
     """Group → the gold answer of its task, as in trajectory files."""
     offered: Callable[[Group, str | None], Awaitable[None]] = _unrecorded
     """Called with a client's group when admission has accepted it, or refused it for a reason."""
+    save: Callable[[Group, State], Awaitable[None]] = _unsaved
+    """Saves the episodes of a group that was dropped, when the ledger has its end."""
     scorer: GroupScorer | None = None
     last_progress: float = field(default_factory=time.monotonic)
     accepted_episodes: int = 0
@@ -210,7 +215,7 @@ class Batcher:
         admission.lease(group.id, group.oldest_version(), group.newest_version(), group.solved())
         return True
 
-    async def _drop(self, group_id: str, state: State) -> tuple[Group, State]:
+    async def _drop(self, group_id: str, state: State, *, save: bool = True) -> tuple[Group, State]:
         self.on_freed()
         group = self._groups.pop(group_id)
         self._leased_at.pop(group_id, None)
@@ -218,6 +223,8 @@ class Batcher:
             self.scorer.drop(group_id)
         sampled = sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
         self.tokens.record_wasted(sampled, state, len(group.trajectories))
+        if save:
+            await self.save(group, state)
         await self._ack(group, state)
         return group, state
 
@@ -227,7 +234,7 @@ class Batcher:
             state = self.admission.groups.get(group_id)
             if state is not None and state.phase is Phase.LEASED:
                 self.admission.filter_group(group_id)
-                await self._drop(group_id, State.FILTERED)
+                await self._drop(group_id, State.FILTERED, save=False)
 
     async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
         if group.lease_id:
@@ -242,10 +249,15 @@ class Batcher:
             del self._groups[group.id]
         for group in batch.groups:
             await self._ack(group, State.STEPPED, step)
-        await self.end_untrained(batch)
+        await self.end_untrained(batch, saved=True)
 
-    async def end_untrained(self, batch: Batch) -> None:
-        """End the groups on which no optimiser step was taken as `filtered`."""
+    async def end_untrained(self, batch: Batch, *, saved: bool = False) -> None:
+        """End the groups on which no optimiser step was taken as `filtered`.
+
+        Args:
+            batch: The batch.
+            saved: Whether a step's file has them.
+        """
         for group_id in batch.untrained:
             self.admission.filter_group(group_id)
-            await self._drop(group_id, State.FILTERED)
+            await self._drop(group_id, State.FILTERED, save=not saved)

@@ -67,11 +67,7 @@ def _json_lines(path: Path, check: LedgerCheck, *, grows: bool = False) -> Itera
 
 def _check_metrics(run_dir: Path, check: LedgerCheck) -> None:
     """Check that a step has one line of metrics, and that each line's step is in the ledger."""
-    stepped = {
-        group.ended["step"]
-        for group in check.groups.values()
-        if group.ended is not None and group.stepped and not group.discarded
-    }
+    stepped = _steps_taken(check)
     lines: Counter[int] = Counter(
         line["step"] for line in _json_lines(run_dir / "metrics.jsonl", check, grows=True)
     )
@@ -82,15 +78,25 @@ def _check_metrics(run_dir: Path, check: LedgerCheck) -> None:
             check.report(f"metrics.jsonl has step {step}, which is not in the ledger")
 
 
+def _steps_taken(check: LedgerCheck) -> set[int]:
+    return {
+        group.ended["step"]
+        for group in check.groups.values()
+        if group.ended is not None and group.stepped and not group.discarded
+    }
+
+
 def _check_trajectories(run_dir: Path, check: LedgerCheck) -> None:
     """Check the recorded tokens' versions against the ledger, and that every trained episode is recorded."""
     recorded: Counter[tuple[int, str]] = Counter()
+    taken = _steps_taken(check)
     for path in sorted((run_dir / "trajectories").glob("step_*.jsonl")):
         versions: dict[str, set[int]] = defaultdict(set)
-        for line in _json_lines(path, check):
+        step = int(path.stem.removeprefix("step_"))
+        for line in _json_lines(path, check, grows=step not in taken):  # groups dropped for the next step
             if line.get("state") != State.STEPPED:
                 continue
-            recorded[int(path.stem.removeprefix("step_")), line["group_id"]] += 1
+            recorded[step, line["group_id"]] += 1
             turns = [turn for turn in line["turns"] if turn["delivered"]]
             versions[line["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
             versions[line["group_id"]] |= {

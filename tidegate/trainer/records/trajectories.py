@@ -3,6 +3,9 @@
 A line holds a complete trajectory, from which `decode_trajectory` restores ids and logprobs exactly. A step's
 file is written before the ledger records the step, so that a resume finds the tokens of every group that it
 restores. A resume moves the files of discarded steps to `taken_back/`.
+
+A group that is dropped while a batch is assembled is appended to the file of the next step at once, so that
+it is recorded even if that step is never taken. The step then adds its batch to the file.
 """
 
 from __future__ import annotations
@@ -39,25 +42,54 @@ class TrajectoryFiles:
         self.directory = run_dir / "trajectories"
         self.erased: set[str] = set()
         """Ids of groups that are never written."""
+        self._begun: Path | None = None
+        """File of the next step, if it is known whether it has dropped groups."""
+        self._dropped: set[str] = set()
+        """Ids of the groups in that file."""
         self._discarded = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
         self._unleased = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
         for path in self._unleased.values():
             drop_torn_line(path)
 
+    def drop(self, group: Group, state: State, step: int) -> None:
+        """Append a group that was dropped while the batch of `step` is assembled to that step's file."""
+        self._begin(path := self._of_step(step))
+        if group.id in self.erased or group.id in self._dropped:
+            return
+        lines = _dropped_lines(group, state, untrained=False)
+        with failpoints.around("trajectories.dropped"), naming(path), open(path, "ab") as file:
+            file.write(b"".join(map(_line, lines)))
+        self._dropped.add(group.id)
+
     def batch(self, batch: Batch, step: int) -> None:
+        """Add a step's batch, and the groups that were dropped for it and are not written, to its file."""
+        self._begin(path := self._of_step(step))
+        before = path.read_bytes() if self._dropped else b""
         trained = [
             {"state": State.STEPPED.value, **_advantage_fields(advantage), **encode_trajectory(trajectory)}
             for group, values in zip(batch.groups, batch.advantages, strict=True)
             for trajectory, advantage in zip(group.trajectories, values, strict=True)
         ]
         dropped = [
-            {"state": state.value, "advantage": None, **untrained, **encode_trajectory(trajectory)}
+            line
             for group, state in batch.dropped
-            for untrained in [{"untrained": True} if group.id in batch.untrained else {}]
-            for trajectory in group.trajectories
+            if group.id not in self._dropped
+            for line in _dropped_lines(group, state, untrained=group.id in batch.untrained)
         ]
-        self._write(f"step_{step:06d}.jsonl", [*trained, *dropped])
+        self._write(path.name, [*trained, *dropped], before)
+        self._begun, self._dropped = None, set()
+
+    def _of_step(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}.jsonl"
+
+    def _begin(self, path: Path) -> None:
+        """Find the dropped groups in the file of the next step, which an earlier start may have begun."""
+        if self._begun != path:
+            drop_torn_line(path)
+            begun = path.exists() and not _has_batch(path)
+            self._begun = path
+            self._dropped = {line["group_id"] for line in read_lines(path)} if begun else set()
 
     def evaluation(self, step: int, episodes: Iterable[tuple[str, str, Trajectory]]) -> None:
         """Write an evaluation's episodes: (evaluation set, mode, trajectory)."""
@@ -68,9 +100,13 @@ class TrajectoryFiles:
         self._write(f"eval_{step:06d}.jsonl", lines)
 
     def move_discarded(self, after: int, epoch: int) -> None:
-        """Move the files of the steps after `after`, which the start `epoch` discards, to `taken_back/`."""
+        """Move the files of the steps after `after`, which the start `epoch` discards, to `taken_back/`.
+
+        The file of the next step stays if it has dropped groups only: they are not undone.
+        """
         for path in self.directory.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > after:
+            number = int(path.stem.removeprefix("step_"))
+            if number > after + 1 or (number == after + 1 and _has_batch(path)):
                 self._discarded.mkdir(exist_ok=True)
                 with failpoints.around("trajectories.taken_back"):
                     path.replace(self._discarded / f"{epoch}_{path.name}")
@@ -106,20 +142,35 @@ class TrajectoryFiles:
         self.erased.update(groups)
         names = frozenset(groups)
         # Listed by the writer: a write that began before the line above is in the list.
-        await asyncio.to_thread(_erase, await writer.run(self._closed), names)
-        await writer.run(lambda: _erase(filter(Path.exists, self._unleased.values()), names))
+        closed, growing = await writer.run(self._closed)
+        await asyncio.to_thread(_erase, closed, names)
+        await writer.run(lambda: _erase(filter(Path.exists, growing), names))
 
-    def _closed(self) -> list[Path]:
-        """Return the files to which nothing is appended."""
-        written = set(self.directory.glob("*.jsonl")).difference(self._unleased.values())
-        return [*written, *self._discarded.glob("*.jsonl")]
+    def _closed(self) -> tuple[list[Path], list[Path]]:
+        """Return the files to which nothing is appended, and the others."""
+        growing = [*self._unleased.values(), *filter(None, [self._begun])]
+        closed = set(self.directory.glob("*.jsonl")).difference(growing)
+        return [*closed, *self._discarded.glob("*.jsonl")], growing
 
-    def _write(self, name: str, lines: list[dict[str, Any]]) -> None:
+    def _write(self, name: str, lines: list[dict[str, Any]], before: bytes = b"") -> None:
         lines = [line for line in lines if line["group_id"] not in self.erased]
         part = self.directory / f"{name}.part"
         with failpoints.around(f"trajectories.{name.partition('_')[0]}"), naming(part):
-            part.write_bytes(b"".join(map(_line, lines)))
+            part.write_bytes(before + b"".join(map(_line, lines)))
             part.replace(self.directory / name)
+
+
+def _dropped_lines(group: Group, state: State, *, untrained: bool) -> list[dict[str, Any]]:
+    more = {"untrained": True} if untrained else {}
+    return [
+        {"state": state.value, "advantage": None, **more, **encode_trajectory(trajectory)}
+        for trajectory in group.trajectories
+    ]
+
+
+def _has_batch(path: Path) -> bool:
+    """Return whether a step's file has more than groups that were dropped for it."""
+    return any(line["state"] == State.STEPPED.value or line.get("untrained") for line in read_lines(path))
 
 
 _GROUP_IDS = re.compile(rb'"group_id":\s*"((?:[^"\\\\]|\\\\.)*)"')
@@ -173,17 +224,28 @@ def decode_trajectory(line: Mapping[str, Any]) -> Trajectory:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file of `trajectories/`. Raises TidegateError if one is damaged."""
+    """Yield the lines of a file of `trajectories/`. Raises TidegateError if one is damaged.
+
+    The last line may be incomplete in a file without a batch, to which groups are appended.
+    """
+    has_batch = False
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield orjson.loads(line)
+                content = orjson.loads(line)
             except orjson.JSONDecodeError as error:
+                if not has_batch and not line.endswith(b"\n"):
+                    return
                 raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
+            has_batch = has_batch or content.get("state") == State.STEPPED.value
+            yield content
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
-    """Return the files of a run's batches by step, in order. Raises TidegateError if there are none."""
+    """Return the files of a run's batches by step, in order. Raises TidegateError if there are none.
+
+    The last one may be of a step that is not taken yet, with groups that were dropped for it.
+    """
     files = {int(path.stem[5:]): path for path in (run_dir / "trajectories").glob("step_*.jsonl")}
     if not files:
         raise TidegateError(f"{run_dir} has no trajectories; is this the directory of a run that trained?")

@@ -20,6 +20,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit
+from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.recorder import Recorder
@@ -80,6 +81,25 @@ async def test_groups_without_a_gradient_are_filtered_and_replaced() -> None:
         12,
         0.5,
     )
+
+
+async def test_a_dropped_group_is_saved_when_it_is_dropped_and_before_any_batch() -> None:
+    batches, _, book = gathered([ALIKE, ALIKE, APART, APART], dynamic_sampling=True)
+    saved: list[tuple[str, str]] = []
+
+    async def save(group: Group, state: State) -> None:
+        assert (book[-1]["id"], book[-1]["state"]) == (group.id, state), "after the entry of its end"
+        saved.append((group.id, state.value))
+
+    batches.save = save
+    batch = await batches.next_batch()
+    assert saved == [("g1-000001", "filtered"), ("g1-000002", "filtered")]
+    batch.untrained = batch.selection.groups[:1]
+    await batches.end_untrained(batch, saved=True)
+    assert len(saved) == 2, "the step's file has it"
+    batch.untrained = batch.selection.groups[1:]
+    await batches.end_untrained(batch)
+    assert saved[2:] == [(batch.untrained[0], "filtered")], "no step's file has it"
 
 
 async def test_every_leased_group_has_the_answer_of_its_task() -> None:
