@@ -114,7 +114,7 @@ class Launch:
                 result = await run.train()
                 code = 0 if result.status == "completed" else STOPPED
             except TidegateError as error:
-                result = replace(run.result, why=str(error))
+                result = replace(run.result, status="failed", why=str(error))
                 code = error.exit_code
             _report(self._settings, self._observer, result)
             return code

@@ -73,6 +73,9 @@ def test_a_small_run_is_interrupted_goes_on_to_its_target_and_then_to_its_last_s
     alike = [one["solved"] in (0, one["episodes"]) for one in ended if one["kind"] == "group"]
     counted = lines[-1]["groups/filtered_solved"] + lines[-1]["groups/filtered_failed"]
     assert (all(alike), counted) == (True, lines[-1]["groups/filtered"])
+    assert [(status, why is not None) for status, why in ends(run_dir)] == [
+        ("interrupted", False), ("completed", True), ("completed", False),
+    ]  # fmt: skip
     assert (run_dir / "report.html").exists()
     assert (run_dir / "reward.png").exists()
     assert (run_dir / "checkpoints" / f"step_{end}" / "COMMITTED").exists()
@@ -97,6 +100,12 @@ def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
         known |= {"step", "steps that publish"} if line["step"] else set()
         known |= {"eval"} if "eval/reward" in line else set()
         assert {key for key in when if when[key] in known} <= line.keys()
+
+
+def ends(run_dir: Path) -> list[tuple[str, str | None]]:
+    """The status and the reason of each end of the run."""
+    entries = read_ledger(run_dir / "ledger.jsonl")
+    return [(one["status"], one["why"]) for one in entries if (one["kind"], one["event"]) == ("run", "ended")]
 
 
 def check_best(run_dir: Path) -> None:

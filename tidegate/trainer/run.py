@@ -27,7 +27,7 @@ from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.records.metrics import MetricsLog, reached
+from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun, take_over
@@ -94,9 +94,6 @@ class Run:
                     await self._supervisor.close()
         except OSError as error:
             raise _translate_os_error(error, self.dir) from error
-        trainer, step = self.settings.trainer, self.result.step
-        self.result.why = reached(self.dir, trainer, step)
-        self.result.status = "completed" if step >= trainer.steps or self.result.why else "interrupted"
         return self.result
 
     def _prepare(self) -> str:

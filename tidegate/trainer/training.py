@@ -11,6 +11,7 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
+from tidegate.errors import TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
@@ -194,8 +195,10 @@ class Training:
         """Train, then cancel running groups, record the end, and commit."""
         try:
             await supervisor.run(self._train(supervisor))
-        finally:
-            await run_to_completion(self._end())
+        except BaseException as error:
+            await run_to_completion(self._end(error))
+            raise
+        await run_to_completion(self._end())
 
     async def _train(self, supervisor: TaskSupervisor) -> None:
         if not self._by_clients:
@@ -207,12 +210,27 @@ class Training:
                 supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
-    async def _end(self) -> None:
-        self.result.step = self.loop.step
+    async def _end(self, error: BaseException | None = None) -> None:
+        step = self.result.step = self.loop.step
         await self.evaluations.close()
         await self.rollout.stop()
-        self.ledger.record(entry("run", "ended", step=self.loop.step, version=self.admission.version))
-        await self._checkpoint(self.loop.step)
+        status, why = await self._how_ended(error)
+        self.ledger.record(
+            entry("run", "ended", step=step, version=self.admission.version, status=status, why=why)
+        )
+        await self._checkpoint(step)
+        if error is None:
+            self.result.status, self.result.why = status, why
+
+    async def _how_ended(self, error: BaseException | None) -> tuple[str, str | None]:
+        """Return the run's status, and the reason if it failed or reached `trainer.until`."""
+        if isinstance(error, asyncio.CancelledError):
+            return "interrupted", None
+        if error is not None:
+            return "failed", str(error) if isinstance(error, TidegateError) else repr(error)
+        trainer, step = self.settings.trainer, self.loop.step
+        why = await asyncio.to_thread(reached, self.dir, trainer, step)
+        return "completed" if step >= trainer.steps or why else "interrupted", why
 
     def _publisher(self, stack: contextlib.AsyncExitStack) -> Publisher:
         settings = self.settings

@@ -26,7 +26,8 @@ STATES = (*ENDED, State.LIVE)
 class LedgerCounts:
     """Groups and attempts by state, outcomes and reasons of ended attempts, and `staleness` (in versions) of
     the groups that were trained on. `versions` counts the publishes; `starts` has the Unix times of the run's
-    start and of each resumption."""
+    start and of each resumption. `end` is the entry of the run's end; None while it runs, or if it was
+    killed."""
 
     groups: Counter[State]
     attempts: Counter[State]
@@ -35,6 +36,7 @@ class LedgerCounts:
     staleness: Counter[int]
     versions: int
     starts: list[float]
+    end: LedgerEntry | None
 
 
 def apply_entries(state: LedgerState, entries: Iterable[Mapping[str, Any]]) -> None:
@@ -59,6 +61,7 @@ def count(state: LedgerState, committed: int) -> LedgerCounts:
         staleness=Counter(group.staleness for group in stepped if group.staleness is not None),
         versions=events["publishing"],
         starts=[entry.get("time", 0.0) for entry in state.publishes if entry["event"] == "started"],
+        end=state.end,
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.viewer.clients.service import read_service
 from tidegate.viewer.formatting import duration, number, printable
 from tidegate.viewer.held_out import episodes_key
@@ -161,11 +161,14 @@ def scores(run: RunFiles) -> list[Score]:
 def banners(run: RunFiles, counts: LedgerCounts | None, *, progress: bool = True) -> Iterator[str]:
     """Yields remarks on the run; with `progress`, also one on steps that are not taken yet."""
     planned, done = run.planned, run.last("step")
+    end = None if counts is None else counts.end
+    if end is not None:
+        yield from _ending(end)
     if not run.rows:
-        yield "This run has no completed step yet."
-    elif progress and planned and done is not None and done < planned:
+        yield f"This run has no completed step{'' if end else ' yet'}."
+    elif end is None and progress and planned and done is not None and done < planned:
         yield (
-            f"This run has taken {int(done)} of {planned} steps: it is running or was interrupted. "
+            f"This run has taken {int(done)} of {planned} steps: it is running, or was killed. "
             "This report shows the steps so far."
         )
     resumed = max(len(run.redone), len(counts.starts) - 1 if counts is not None else 0)
@@ -174,6 +177,17 @@ def banners(run: RunFiles, counts: LedgerCounts | None, *, progress: bool = True
         yield f"The run was resumed {times}. The curves omit discarded steps."
     for remark in run.remarks:
         yield f"{remark[:1].upper()}{remark[1:]}."
+
+
+def _ending(end: LedgerEntry) -> Iterator[str]:
+    """Yields a remark on a run that did not take all its steps."""
+    status, why = end.get("status"), end.get("why") or ""
+    if status == "failed":
+        yield f"The run failed after step {end.get('step', '?')}: {why}"
+    elif status == "interrupted":
+        yield f"The run was interrupted after step {end.get('step', '?')}; --resume continues it."
+    elif why:
+        yield f"The run completed: {why}."
 
 
 def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:

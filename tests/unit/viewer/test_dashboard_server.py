@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +27,8 @@ from tidegate.trainer.ledger.entries import entry
 from tidegate.types import Outcome, Task, Trajectory
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard.app import create_app, is_loopback, page_files
-from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.run import QUIET_S, FollowedRun
+from tidegate.viewer.report import write_report
 
 Ask = Callable[..., Any]
 
@@ -261,6 +264,39 @@ def test_a_run_that_grows_is_followed(growing: Writer) -> None:
         assert ask("overview")["charts"][0]["data"].count("[4.0,") > 0
         growing.ledger.record(entry("run", "ended", step=4, version=4))
         assert ask("state")["status"] == "ended"
+
+
+@pytest.mark.parametrize(
+    ("status", "why", "said"),
+    [
+        ("failed", "no engine responds", "The run failed after step 3: no engine responds"),
+        ("interrupted", None, "The run was interrupted after step 3; --resume continues it."),
+        ("completed", "the target was reached", "The run completed: the target was reached."),
+    ],
+)
+def test_the_end_of_a_run_is_shown_with_its_reason(
+    growing: Writer, status: str, why: str | None, said: str
+) -> None:
+    growing.ledger.record(entry("run", "ended", step=3, version=3, status=status, why=why))
+    with client_of(growing.dir) as client:
+        ask = asking(client)
+        assert (ask("state")["status"], ask("state")["why"]) == (status, why or "")
+        assert said in ask("overview")["banners"]
+    assert said in html.unescape(write_report(growing.dir).read_text())
+
+
+def test_a_run_without_an_end_that_records_nothing_more_has_stopped(growing: Writer) -> None:
+    long_ago = time.time() - 2 * QUIET_S
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        os.utime(growing.dir / name, (long_ago, long_ago))
+    load = growing.dir / "load.jsonl"
+    with client_of(growing.dir) as client:
+        ask = asking(client)
+        assert ask("state")["status"] == "quiet", "whether its trainer works is unknown"
+        load.touch()
+        assert ask("state")["status"] == "quiet", "its trainer works"
+        os.utime(load, (long_ago, long_ago))
+        assert ask("state")["status"] == "stopped"
 
 
 def test_a_run_that_is_rolled_back_is_reported(growing: Writer) -> None:

@@ -50,7 +50,8 @@ class LedgerEntry(TypedDict, total=False):
       `version` are abandoned, and the policy after `step` is that of `to`
     * run erased: `group`, of which its client had all texts and tokens deleted
     * run paused / resumed: `why`; an outage began or ended; in between only probes start
-    * run started / publishing / ended: `epoch`, `step`, `version`, `why`; if publishing also `candidate` if
+    * run started / publishing / ended: `epoch`, `step`, `version`; if ended also `status`, and `why` if it
+      failed or reached `trainer.until`; if publishing also `candidate` if
       the version is tested before it goes live; if started also `rules`, which may
       differ from earlier ones, and `position`, the ledger's position in the marker it resumed from
     """
@@ -126,6 +127,8 @@ class LedgerEntry(TypedDict, total=False):
     """Outcome of the episode (docs/glossary.md)."""
     why: str | None
     """Cause, as text for readers."""
+    status: str
+    """How the run ended: `completed`, `interrupted` or `failed`."""
     spared: bool
     """Whether an outage was in progress while it ran; its failure then counts towards no budget."""
     lost: bool

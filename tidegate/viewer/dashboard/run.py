@@ -25,11 +25,11 @@ from tidegate.viewer.signs.watch import SignWatch
 
 Number = Annotated[int, Query(ge=0, lt=2**53)]
 """A step, a line or another number in a request."""
+ENDS = ("completed", "interrupted", "failed")
 FRESH_S = 0.3
 """Minimum time between two reads of the files."""
 QUIET_S = 60.0
-"""A run whose ledger has no end, and that wrote nothing for this time, has the status quiet: it may have been
-killed, or take long over a step."""
+"""A run whose ledger has no end, and that wrote nothing for this time, has the status quiet or stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,23 @@ class FollowedRun:
         return max(0.0, time.time() - max(times)) if times else None
 
     def status(self) -> str:
-        """Returns `ended`, `running`, or `quiet` if it has no end and no file was written lately."""
-        if self.ledger.end is not None or self._is_tuned():
-            return "ended"
+        """Returns how the run ended, or its status without a recorded end.
+
+        Returns:
+            `completed`, `interrupted`, `failed`, or `ended` by a ledger that does not tell which; `running`;
+            `quiet`: its trainer works, or may do so, and has recorded nothing lately; `stopped`: its
+            trainer recorded its load, and does so no more.
+        """
+        if self.ledger.end is not None:
+            status = self.ledger.end.get("status")
+            return status if status in ENDS else "ended"
+        if self._is_tuned():
+            return "completed"
         silence = self.silence()
-        return "quiet" if silence is None or silence > QUIET_S else "running"
+        if silence is not None and silence <= QUIET_S:
+            return "running"
+        load = _stat(self.dir / "load.jsonl")
+        return "stopped" if load is not None and time.time() - load.st_mtime > QUIET_S else "quiet"
 
     def _is_tuned(self) -> bool:
         """Whether it is a fine-tuning, which has no ledger, with all its steps taken."""

@@ -85,13 +85,19 @@ function showState() {
   document.getElementById("name").textContent = state.name ?? "";
   document.querySelector('.top nav a[href="#/service"]').hidden = !state.service;
   const box = document.getElementById("status");
-  const words = { running: "running", ended: "ended", quiet: "nothing new" };
+  const words = { running: "running", completed: "completed", interrupted: "interrupted", failed: "failed", ended: "ended", quiet: "nothing new", stopped: "stopped without an end record" };
+  const ended = ["completed", "interrupted", "failed", "ended"].includes(state.status);
+  const meanings = {
+    interrupted: "Ctrl-C or SIGTERM; --resume continues the run",
+    quiet: "no metrics and no ledger entry for a minute, and no end is recorded",
+    stopped: "no file of the run has been written for a minute, and no end is recorded: it was killed, or its machine was lost; --resume continues it",
+  };
   const text = [
     state.step === null ? null : `step ${whole(state.step)}${state.planned ? ` of ${whole(state.planned)}` : ""}`,
-    state.status === "ended" ? null : ago(state.silence),
+    ended ? null : ago(state.silence),
   ].filter(Boolean).join(" · ");
   box.replaceChildren(h("span", { class: `light ${state.status}` }, words[state.status] ?? ""), ` ${text}`, state.version === null ? "" : h("span", { class: "version" }, ` · version ${state.version}`));
-  box.title = state.why ? `The run ended: ${state.why}` : "";
+  box.title = state.why || (meanings[state.status] ?? "");
 }
 
 async function poll() {
