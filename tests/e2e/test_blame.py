@@ -106,6 +106,10 @@ def test_a_judge_that_is_down_quarantines_no_task_and_a_person_lifts_quarantines
         run.until(lambda: [line["task"] for line in events(run_dir, "lifted")] == [lifted])
         judge.start()
         assert run.wait() == 0, run.output()
+    said = " ".join(run.output().split())
+    first = min(before.quarantined)
+    assert f"in quarantine and not issued: {first}" in said
+    assert f"tidegate tasks {run_dir} --lift TASK" in said
     held(run_dir)
     assert len(events(run_dir, "started")) == 2
     blamed = events(run_dir, "quarantined")
@@ -126,6 +130,7 @@ def test_a_judge_that_is_down_quarantines_no_task_and_a_person_lifts_quarantines
     assert all(one["lift_requested"] for one in tasks(run_dir, "--quarantined", "--json"))
     with training(run_dir, f"--trainer.steps={steps + 1}", *arguments, "--resume") as run:
         assert run.wait() == 0, run.output()
+        assert "not issued" not in run.output().rpartition("resumed from step")[2], "all are lifted"
     judge.stop()
     assert {line["task"] for line in events(run_dir, "lifted")} >= quarantined
     assert not list((run_dir / "lifts").iterdir())

@@ -17,6 +17,7 @@ from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
 from tests.unprivileged import unprivileged
 from tidegate.program import advise_extra
 from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.trainer.records.trajectories import read_lines
 
 
 @pytest.mark.timeout(300)  # three starts of a run with its processes, and evaluations
@@ -162,6 +163,34 @@ def test_an_agent_that_can_only_fail_stops_the_run_and_says_why(
     assert words in output
     assert "Traceback" not in output.replace("Traceback (most recent call last): File", "")
     assert held(tmp_path / "run").groups.total() == 0, "it was found out before the first group"
+
+
+EQUAL = """
+from tidegate.envs.arithmetic import Arithmetic
+from tidegate.envs.rewards import Reward
+
+class Equal(Arithmetic):
+    rewards = (Reward("same", lambda output: 1.0),)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_groups_are_all_filtered_shows_them_and_why_it_failed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "equal"
+    (tmp_path / "equal.py").write_text(EQUAL)
+    few = ["--trainer.group_size=2", "--trainer.groups_per_batch=2", "--eval.every=0", "--eval.tasks=4"]
+    with training(run_dir, f"--env.use={tmp_path}/equal.py:Equal", *few) as run:
+        assert run.wait() == 1, run.output()
+    ((status, why),) = ends(run_dir)
+    assert (status, "256 groups were filtered since the last step" in (why or "")) == ("failed", True)
+    filtered = list(read_lines(run_dir / "trajectories" / "step_000001.jsonl"))
+    assert {line["state"] for line in filtered} == {"filtered"}
+    assert len({line["session_id"] for line in filtered}) == len(filtered) == 512
+    held(run_dir)
+    steps = run.output().rpartition("Next steps")[2]
+    for command in (f"view {run_dir}", f"{run_dir}/logs", f"doctor {run_dir}/config.toml", "--resume"):
+        assert command in steps
+    assert not [command for command in ("tidegate engine", "tidegate init") if command in steps]
 
 
 TOGETHER = """

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import shlex
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 
 from tidegate import failpoints
@@ -27,6 +29,7 @@ from tidegate.trainer.processes.launcher import start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.records.lift_requests import requested_lifts
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.result import RunResult
@@ -35,6 +38,8 @@ from tidegate.trainer.start import Start, base_model
 from tidegate.trainer.teacher.start import start_teacher
 from tidegate.trainer.training import Training
 
+MOST_NAMED = 5
+"""Quarantined tasks that a message names."""
 DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
 
 
@@ -167,9 +172,23 @@ class Run:
             f"{resumed.continued} continue, {len(resumed.stale)} are stale, "
             f"{len(resumed.cancelled)} are cancelled"
         )
+        kept = resumed.admission.quarantined - await asyncio.to_thread(requested_lifts, self.dir)
+        if kept:
+            self.observer.note(_still_quarantined(kept, self.settings.run_dir))
         if changed:
             self.observer.note(f"settings that differ from before: {changed}")
         self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
+
+
+def _still_quarantined(tasks: Collection[str], run_dir: Path) -> str:
+    named = ", ".join(sorted(tasks)[:MOST_NAMED])
+    more = f" and {len(tasks) - MOST_NAMED} more" if len(tasks) > MOST_NAMED else ""
+    what = "1 task is" if len(tasks) == 1 else f"{len(tasks)} tasks are"
+    here = shlex.quote(str(run_dir))
+    return (
+        f"{what} in quarantine and not issued: {named}{more}. tidegate tasks {here} --quarantined lists the "
+        f"reasons, tidegate tasks {here} --lift TASK (or --lift --all) issues them again"
+    )
 
 
 def _truncate_metrics(run_dir: Path, step: int) -> None:

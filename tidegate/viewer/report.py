@@ -108,7 +108,7 @@ def render(run: RunFiles, counts: LedgerCounts | None, service: Mapping[str, Any
         service=service,
         states=STATES,
         meter=meter,
-        steps=[(purpose, printable(command)) for purpose, command in _next_steps(run)],
+        steps=[(purpose, printable(command)) for purpose, command in _next_steps(run, counts)],
         settings=list(shown_settings(run.settings)),
         footer=f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from {printable(run.dir)}",
     )
@@ -225,11 +225,13 @@ def meter(share: float) -> Markup:
     ).format(160 * min(1.0, max(0.0, share)))
 
 
-def _next_steps(run: RunFiles) -> list[tuple[str, str]]:
+def _next_steps(run: RunFiles, counts: LedgerCounts | None) -> list[tuple[str, str]]:
     if run.is_fine_tuning:
         config, model = (shlex.quote(str(run.dir / name)) for name in ("config.toml", "model"))
         return [("train from the result", f"tidegate train {config} --model.path {model}")]
-    result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir)}
+    end = None if counts is None else counts.end
+    status = None if end is None else end.get("status")
+    result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir), "status": status}
     if result["checkpoint"] is not None:
         planned, done = run.planned, run.last("step")
         finished = planned is not None and done is not None and done >= planned

@@ -101,6 +101,8 @@ def _episodes(run_dir: Path) -> list[RenderableType]:
 
 def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
     """Returns (purpose, command or path) pairs."""
+    if result.get("status") == "failed" and run_dir is not None:
+        return _after_failure(result, run_dir)
     steps = []
     if result.get("report"):
         steps.append(("read the report", str(result["report"])))
@@ -123,6 +125,26 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     if (run_dir / "ledger.jsonl").exists():
         steps.append(("check the ledger", f"tidegate audit {here}"))
     return [*steps, _another_run(run_dir)]
+
+
+def _after_failure(result: Mapping[str, object], run_dir: Path) -> list[tuple[str, str]]:
+    """Returns the steps that help to find the cause of a failure, then the command that continues the run."""
+    here, steps = shlex.quote(str(run_dir)), []
+    if any((run_dir / name).exists() for name in ("metrics.jsonl", "ledger.jsonl")):
+        steps.append(("view the run and its failed episodes in the browser", f"tidegate view {here}"))
+    if any((run_dir / "logs").glob("*.log")):
+        steps.append(("read the logs of its processes", str(run_dir / "logs")))
+    if (run_dir / "dead_letters.jsonl").exists():
+        steps.append(("list the quarantined tasks", f"tidegate tasks {here} --quarantined"))
+    if (run_dir / "config.toml").exists():
+        config = shlex.quote(str(run_dir / "config.toml"))
+        steps.append(("check agent, environment, model and engine", f"tidegate doctor {config}"))
+    if resume := str(result.get("resume") or ""):
+        where = "from the checkpoint" if result.get("checkpoint") else "from the start"
+        steps.append((f"then continue {where}", resume))
+    if result.get("report"):
+        steps.append(("read the report", str(result["report"])))
+    return steps
 
 
 def continue_command(run_dir: Path, steps: int | None) -> str:
