@@ -27,18 +27,31 @@ def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
     Raises:
         ConfigError: There is no such object, or its module cannot be imported.
     """
-    where, colon, name = builtin.get(use, use).rpartition(":")
-    if not colon:
-        raise ConfigError(
-            f"there is no {what} {use!r}{did_you_mean(use, builtin)}; "
-            f"built in are {', '.join(builtin)}, and your own are 'file.py:Name' or 'module:Name'"
-        )
+    where, name = find_object(use, builtin, what)
     module = _file(Path(where), what) if where.endswith(".py") else _module(where, what)
     try:
         return getattr(module, name)
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise ConfigError(f"{where} has no {what} {name!r}{did_you_mean(name, public)}") from None
+
+
+def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, str]:
+    """Returns the file or module of the object that `use` names, and its name there. Imports nothing.
+
+    Raises:
+        ConfigError: It is neither built in nor of the form `file.py:Name` or `module:Name`, or there is no
+            such file.
+    """
+    where, colon, name = builtin.get(use, use).rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"there is no {what} {use!r}{did_you_mean(use, builtin)}; "
+            f"built in are {', '.join(builtin)}, and your own are 'file.py:Name' or 'module:Name'"
+        )
+    if where.endswith(".py") and not Path(where).is_file():
+        raise ConfigError(f"{where}: there is no such file to load the {what} from")
+    return where, name
 
 
 def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
@@ -67,8 +80,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _file(path: Path, what: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file to load the {what} from")
     # As with a script, the file can import modules of its directory.
     folder = str(path.resolve().parent)
     if folder not in sys.path:

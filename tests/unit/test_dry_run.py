@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 
 from tests import REPO
 from tests.tiny import make_tiny_model
+from tidegate.cli import main
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
 from tidegate.plan.dry_run import describe
@@ -179,6 +180,22 @@ def test_the_content_of_the_run_directory_is_reported(
     text = describe(settings_of(BASE, tmp_path), **how)
     assert said is None or said in text
     assert ("# Before it can start" in text) == (said is not None)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--agent.use={}/my_agent.py:f", "{}/my_agent.py: there is no such file to load the agent from"),
+        ("--agent.use=solvr", "did you mean 'solver'?"),
+        ("--env.use={}/env.py:Mine", "{}/env.py: there is no such file to load the environment from"),
+    ],
+)
+def test_an_agent_or_environment_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    run = ["train", "--dry-run", f"--model.path={BASE}", override.format(tmp_path)]
+    assert main(run) == 2
+    assert words.format(tmp_path) in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> None:

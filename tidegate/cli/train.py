@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers, takes_settings
 from tidegate.errors import ConfigError
 from tidegate.service.process_secrets import shield_process
+
+if TYPE_CHECKING:
+    from tidegate.config import Settings
 
 
 def add(subparsers: Subparsers) -> None:
@@ -41,6 +45,19 @@ def add(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
+def _check_names(settings: Settings) -> None:
+    """Raises ConfigError if there is no such agent or environment. Imports neither."""
+    from tidegate.agents import base as agents
+    from tidegate.envs import base as environments
+    from tidegate.loading import find_object
+
+    if settings.agent.source == "local":
+        find_object(settings.agent.use, agents.BUILT_IN, "agent")
+    use = settings.env.use
+    use = environments.ADAPTERS.get(use.partition(":")[0], use)
+    find_object(use, environments.BUILT_IN, "environment")
+
+
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
     from tidegate.settings.sections import split_file
@@ -54,6 +71,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe
 
+        _check_names(settings)
         print(describe(settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster))
         return 0
     from tidegate.launch import launch
