@@ -78,7 +78,8 @@ def count_ledger(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
 def group_to_wire(state: LedgerState, group_id: str) -> dict[str, Any] | None:
     """Returns a group's entries, and its attempts that failed or were cancelled; None if it is unknown.
 
-    `version` is the trainer's version when the group was issued.
+    `version` is the trainer's version when the group was issued, `ended_version` the one when it was trained
+    on, or against which it was too stale.
     """
     group = state.groups.get(group_id)
     if group is None:
@@ -89,6 +90,8 @@ def group_to_wire(state: LedgerState, group_id: str) -> dict[str, Any] | None:
         "version": issued.get("version"),
         "replaces": printable(issued.get("replaces") or ""),
         "step": group.step,
+        "ended": group.ended_time,
+        "ended_version": group.version,
         "staleness": group.staleness,
         "oldest": group.oldest,
         "lost": [

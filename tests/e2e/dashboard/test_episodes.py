@@ -35,8 +35,12 @@ async def test_an_episode_shows_its_output_the_gold_answer_and_the_reward_parts(
 async def test_a_group_that_became_stale_before_a_batch_can_be_opened(port: int, url: str) -> None:
     async with chromium.page(port) as page:
         await page.open(f"{url}/#/episodes?kind=stale")
-        await page.until("document.querySelectorAll('main tbody tr').length === 2")
-        await page.press("j", "Enter")
+        await page.until("document.querySelectorAll('main tbody tr').length === 8")
+        rows = await page.look(
+            "[...document.querySelectorAll('main tbody tr a')].map(one => one.textContent)"
+        )
+        assert (rows[0], rows[-2]) == ("step 3 · g3-old · slot 0", "before a batch · g3-late · slot 0")
+        await page.press(*("j" * 7), "Enter")
         await page.until("document.querySelector('h1')?.textContent.startsWith('Slot 0')")
         assert await page.look(HASH) == "#/stale/group/g3-late/episode/0"
         await page.press("]")
@@ -187,8 +191,14 @@ async def test_a_group_tells_why_it_was_not_trained_on(port: int, url: str) -> N
         assert (await page.look(why)).startswith("All 2 rewards are 1.000: ")
         await page.open(f"{url}/#/step/1/group/g1-old")
         await page.until(f"{why}?.includes('trainer.max_staleness')")
-        assert "more than the bound of 2" in await page.look(why)
-        assert "; g2-good replaced it." in await page.look(why)
+        said = await page.look(why)
+        assert said.startswith("The group was dropped while the batch of step 1 was assembled: ")
+        assert "more than the bound of 2" in said
+        assert "; g2-good replaced it." in said
+        facts = "[...document.querySelectorAll('.facts dt')].map(one => one.textContent)"
+        assert {"bound", "became stale"} <= set(await page.look(facts))
+        await page.press("u")
+        await page.until("document.querySelector('main a[href=\"#/episodes?kind=stale\"]')")
         await page.open(f"{url}/#/step/1/group/g1-good")
         assert not await page.look(why)
         clean(page, url)
@@ -199,18 +209,18 @@ async def test_episodes_are_found_by_their_reward_and_their_prompt(port: int, ur
     async with chromium.page(port) as page:
         await page.open(f"{url}/")
         await page.press("g", "a")
-        await page.until(f"{rows}.length === 18")
+        await page.until(f"{rows}.length === 20")
         await page.look("document.querySelector('[name=low]').focus()")
         await page.press("1", "Enter")
-        await page.until(f"{rows}.length === 12")
+        await page.until(f"{rows}.length === 13")
         assert await page.look("location.hash") == "#/episodes?low=1"
         await page.look("document.querySelector('[name=state]').value = 'stale'")
         await page.look("document.querySelector('[name=text]').focus()")
         await page.press(*"3 + 4?", "Enter")
-        await page.until(f"{rows}.length === 3")
+        await page.until(f"{rows}.length === 4")
         assert (await page.look(rows))[0] == "step 3 · g3-old · slot 1"
         assert EVIL in await page.look("document.querySelector('main tbody .prompt').textContent")
-        assert "3 episodes found among 18" in await page.look("document.querySelector('.found').textContent")
+        assert "4 episodes found among 20" in await page.look("document.querySelector('.found').textContent")
         await page.press("Escape")
         await page.look("document.activeElement.blur()")
         await page.press("j", "Enter")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.unit.viewer.dashboard_run import Writer, write_dashboard_run
 from tidegate.evaluation.stats import wilson
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
-from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.entries import State, entry
 from tidegate.types import Group, Outcome
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard import search
@@ -65,8 +66,10 @@ OWN = [(4, "g4-own", slot) for slot in range(3)]
 
 def test_without_a_condition_all_episodes_of_the_newest_step_come_first(client: TestClient) -> None:
     answer = client.get("/api/episodes").json()
-    assert [one["step"] for one in answer["episodes"]] == [4] * 3 + [3] * 6 + [2] * 6 + [1] * 6
-    assert (answer["searched"], answer["next"]) == (21, None)
+    steps = [4] * 3 + [3] * 6 + [2] * 6 + [1] * 6
+    assert [one["step"] for one in answer["episodes"]] == [*steps, 0, 0]
+    assert [one["kind"] for one in answer["episodes"]] == ["step"] * 21 + ["stale"] * 2
+    assert (answer["searched"], answer["next"]) == (23, None)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +98,8 @@ def test_each_condition(client: TestClient, query: dict[str, Any], slots: list[i
 def test_states_are_those_of_the_ledger(client: TestClient) -> None:
     assert {group for _, group, _ in found(client, state="trained")} == {"g1-good", "g2-good"}
     stale = {group for _, group, _ in found(client, state=["stale", "filtered"])}
-    assert stale == {f"g{step}-{name}" for step in (1, 2, 3) for name in ("alike", "old")}
+    dropped = {f"g{step}-{name}" for step in (1, 2, 3) for name in ("alike", "old")}
+    assert stale == {*dropped, "g3-late"}, "also what became stale before a batch"
 
 
 def test_evaluations_and_failed_attempts(client: TestClient) -> None:
@@ -221,12 +225,35 @@ def test_a_ledger_without_solve_counts_has_no_rates(tmp_path: Path) -> None:
         assert {one["rate"] for one in answer["tasks"]} == {None}
 
 
-def test_episodes_that_became_stale_before_a_batch_are_found_with_their_group(client: TestClient) -> None:
+def test_stale_episodes_of_batches_and_of_none_are_found_with_their_groups(client: TestClient) -> None:
     found = client.get("/api/episodes", params={"kind": "stale"}).json()
-    assert [(one["group"], one["slot"], one["state"]) for one in found["episodes"]] == [
-        ("g3-late", 0, "stale"), ("g3-late", 1, "stale"),
+    assert [(one["group"], one["slot"], one["kind"], one["step"]) for one in found["episodes"]] == [
+        *((f"g{step}-old", slot, "step", step) for step in (3, 2, 1) for slot in range(2)),
+        ("g3-late", 0, "stale", 0), ("g3-late", 1, "stale", 0),
     ]  # fmt: skip
+    assert {one["state"] for one in found["episodes"]} == {"stale"}
+    rest = client.get("/api/episodes", params={"kind": "stale", "most": 7}).json()["next"]
+    assert rest == {"step": 0, "line": 1}
+    assert len(client.get("/api/episodes", params={"kind": "stale", **rest}).json()["episodes"]) == 1
     group = client.get("/api/group", params={"kind": "stale", "id": "g3-late"}).json()
     assert ([one["reward"] for one in group["members"]], group["state"]) == ([0.0, 1.0], "stale")
     one = client.get("/api/episode", params={"kind": "stale", "line": 1}).json()
     assert one["turns"][0]["reasons"] == [["stale", one["turns"][0]["sampled"]]]
+
+
+def test_a_stale_group_has_its_versions_and_times(run: Writer) -> None:
+    run.ledger.record(
+        entry("group", "ended", id="g3-old", state="stale", version=5, oldest=1, newest=2, staleness=4)
+    )
+    late = [run.simple("g4-timed", slot, 1.0, seconds=2.0 + slot) for slot in range(2)]
+    for episode in late:
+        episode.turns[0].started = 1_700_000_000.0
+        run.files.append(episode, State.STALE)
+    with TestClient(create_app(FollowedRun(run.dir)), base_url="http://127.0.0.1") as client:
+        group = client.get("/api/group", params={"kind": "step", "step": 3, "id": "g3-old"}).json()
+        found = group["ledger"]
+        assert (found["ended_version"], found["oldest"], found["staleness"]) == (5, 1, 4)
+        assert abs(found["ended"] - time.time()) < 60
+        assert group["finished"] is None, "older files have no times"
+        timed = client.get("/api/group", params={"kind": "stale", "id": "g4-timed"}).json()
+        assert timed["finished"] == 1_700_000_003.0

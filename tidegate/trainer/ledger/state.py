@@ -29,6 +29,8 @@ class LedgerItem:
     state: State = State.LIVE
     ended_at: int = -1
     """`seq` of the entry of its end."""
+    ended_time: float | None = None
+    """Unix time of its end."""
     outcome: str | None = None
     why: str | None = None
     spared: bool = False
@@ -183,6 +185,7 @@ class LedgerState:
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
     item.state, item.ended_at, item.after_marker = state, line.get("seq", -1), False
+    item.ended_time = line.get("time")
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)
     item.step, item.version = line.get("step"), line.get("version")

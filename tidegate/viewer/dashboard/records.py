@@ -178,6 +178,11 @@ class RecordFile:
         return in_slot_order(members)
 
 
+def in_batch_order(file: RecordFile) -> list[str]:
+    """Returns a file's groups: those of the batch, then those that were dropped, each in their order."""
+    return sorted(file.groups, key=lambda group: file.groups[group][0].state != "stepped")
+
+
 class Records:
     """A run's trajectory files, indexed with bounded memory. Thread-safe."""
 

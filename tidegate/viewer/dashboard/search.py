@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
+from tidegate.trainer.ledger.entries import State
 from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, prompt_of
 from tidegate.viewer.dashboard.run import FollowedRun, Number
 
@@ -65,7 +66,8 @@ def episodes(
 
     Args:
         run: The run.
-        kind: Which files are searched.
+        kind: Which files are searched: `step` includes the episodes that became stale before a batch, which
+            come last, as step 0, with the kind `stale`. `stale` has all stale ones, of batches too.
         outcome: Outcomes of which one is required.
         state: States of which one is required.
         low: Least reward.
@@ -83,25 +85,39 @@ def episodes(
     wanted = EpisodeFilter(frozenset(outcome), frozenset(state), low, high, task, text.casefold())
     found: list[dict[str, Any]] = []
     deadline = time.monotonic() + BUDGET_S
-    searched = 0
+    looked = searched = 0
     for at, file, summary in _from(run, kind, step, line):
-        late = searched and searched % LINES_BETWEEN_LOOKS == 0 and time.monotonic() > deadline
+        late = looked and looked % LINES_BETWEEN_LOOKS == 0 and time.monotonic() > deadline
         if late or len(found) == most:
             return {"episodes": found, "searched": searched, "next": {"step": at, "line": summary.line}}
-        searched += 1
+        looked += 1
         ended = run.state_of(summary)
+        if kind == "stale" and ended != State.STALE:
+            continue
+        searched += 1
         if wanted.admits(summary, ended) and _has_text(file, summary, wanted.text):
-            found.append({**summary.to_wire(), "step": at, "state": ended})
+            of = "stale" if kind == "step" and not at else "step" if kind == "stale" and at else kind
+            found.append({**summary.to_wire(), "kind": of, "step": at, "state": ended})
     return {"episodes": found, "searched": searched, "next": None}
 
 
 def _from(
     run: FollowedRun, kind: Kind, step: int | None, line: int
 ) -> Iterator[tuple[int, RecordFile, EpisodeSummary]]:
-    """Yields each episode with its step and file, from a line of a step on to those of older steps."""
-    for number in reversed(run.records.numbers(kind)):
+    """Yields each episode with its step and file, from a line of a step on to those of older steps.
+
+    Those that became stale before a batch are of step 0.
+    """
+    files: list[tuple[Kind, int]] = [(kind, number) for number in reversed(run.records.numbers(kind))]
+    if kind in ("step", "stale"):
+        steps, unleased = run.records.numbers("step"), run.records.numbers("stale")
+        files = [
+            *(("step", number) for number in reversed(steps)),
+            *(("stale", number) for number in unleased),
+        ]
+    for of, number in files:
         if step is None or number <= step:
-            file = run.records.file(kind, number)
+            file = run.records.file(of, number)
             for summary in file.summaries[line if number == step else 0 :]:
                 yield number, file, summary
 

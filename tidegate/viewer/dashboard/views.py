@@ -15,7 +15,7 @@ from fastapi import Query
 from tidegate.viewer.dashboard import curves, episode
 from tidegate.viewer.dashboard.processes.load import processes
 from tidegate.viewer.dashboard.processes.logs import log_tail
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_slot_order
+from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_batch_order, in_slot_order
 from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
@@ -158,7 +158,8 @@ def groups(
     file = run.records.file("step", step)
     counts: dict[str, int] = {}
     selected = []
-    for group_id, members in file.groups.items():
+    for group_id in in_batch_order(file):
+        members = file.groups[group_id]
         ended = run.state_of(members[0])
         counts[ended] = counts.get(ended, 0) + 1
         if state in (None, ended):
@@ -188,10 +189,17 @@ def _group_row(run: FollowedRun, group_id: str, ended: str, members: Sequence[Ep
         "tokens": statistics.fmean(member.tokens for member in members),
         "oldest": _least(member.oldest for member in members),
         "newest": max((member.newest for member in members if member.newest is not None), default=None),
+        "finished": _finished(members),
         "staleness": entry.get("staleness"),
         "lost": len(entry.get("lost", ())),
         "replaces": entry.get("replaces", ""),
     }
+
+
+def _finished(members: Sequence[EpisodeSummary]) -> float | None:
+    """Returns the Unix time at which the last episode ended, if all have one."""
+    ends = [one.started + (one.seconds or 0.0) for one in members if one.started is not None]
+    return max(ends) if ends and len(ends) == len(members) else None
 
 
 def _least(values: Iterable[int | None]) -> int | None:
@@ -204,7 +212,7 @@ def group(run: FollowedRun, id: str, step: Number = 0, kind: Literal["step", "st
     file = run.records.file(kind, step)
     members = file.group(id)
     ended = run.state_of(members[0])
-    names = list(file.groups)
+    names = in_batch_order(file)
     at = names.index(id)
     with run.lock:
         entry = group_to_wire(run.ledger, id)

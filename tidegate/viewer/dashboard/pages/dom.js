@@ -71,6 +71,8 @@ export function ago(seconds) {
   return `written ${Math.round(seconds / 86400)} days ago`;
 }
 
+export const moment = (seconds) => (seconds === null || seconds === undefined ? null : new Date(1000 * seconds).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" }));
+
 export const plural = (count, one, many = `${one}s`) => `${whole(count)} ${count === 1 ? one : many}`;
 
 // A place in the page's address: path segments, and what is chosen there.

@@ -10,18 +10,20 @@ const FIELDS = ["kind", "outcome", "state", "low", "high", "task", "text"];
 // The prompt of a task, cut at one line; empty if it is not recorded.
 export const promptLine = (text) => (text ? h("span", { class: "prompt", title: text }, text) : null);
 
-function hrefOf(kind, one) {
+function hrefOf(one) {
+  const { kind } = one;
   if (kind === "failed") return link(["failures", "episode", one.line]);
   if (kind === "stale") return link(["stale", "group", one.group, "episode", one.line]);
   if (kind === "eval") return link(["eval", one.step, "episode", one.line]);
   return one.group ? link(["step", one.step, "group", one.group, "episode", one.line]) : link(["step", one.step, "episode", one.line]);
 }
 
-function row(kind, one) {
+function row(one) {
+  const { kind } = one;
   const slot = one.slot === null ? "" : ` · slot ${one.slot}`;
-  const where = { step: `step ${one.step} · ${one.group}${slot}`, eval: `step ${one.step} · ${one.eval_set || "held out"}, ${one.mode}`, failed: one.attempt || `episode ${one.line}`, stale: `${one.group}${slot}` }[kind];
+  const where = { step: `step ${one.step} · ${one.group}${slot}`, eval: `step ${one.step} · ${one.eval_set || "held out"}, ${one.mode}`, failed: one.attempt || `episode ${one.line}`, stale: `before a batch · ${one.group}${slot}` }[kind];
   return h("tr", {},
-    h("th", { scope: "row" }, h("a", { href: hrefOf(kind, one), "data-row": true }, where)),
+    h("th", { scope: "row" }, h("a", { href: hrefOf(one), "data-row": true }, where)),
     h("td", {}, one.reward === null ? tag(one.outcome, "bad") : tag(brief(one.reward), rewardTone(one.reward))),
     h("td", {}, kind === "step" || kind === "stale" ? stateTag(one.state) : null, one.outcome === "truncated" ? tag("truncated", "sand") : null),
     h("td", { class: "number" }, whole(one.turns)), h("td", { class: "number" }, whole(one.tokens)),
@@ -57,10 +59,10 @@ export async function searchPage(main) {
   const load = async (from) => {
     const found = await ask("episodes", { ...words, kind, ...from });
     searched += found.searched;
-    body.append(...found.episodes.map((one) => row(kind, one)));
+    body.append(...found.episodes.map(row));
     table.hidden = !body.children.length;
     foot.replaceChildren(h("p", { class: "soft" }, `${plural(body.children.length, "episode")} found among ${whole(searched)}.`),
-      found.next ? more(`search further, from step ${found.next.step} back`, () => load(found.next)) : "");
+      found.next ? more(found.next.step ? `search further, from step ${found.next.step} back` : "search further, among groups that were stale before a batch", () => load(found.next)) : "");
   };
   await load({});
   main.replaceChildren(

@@ -1,5 +1,5 @@
 // Steps, the groups of a step, the members of a group.
-import { ask, brief, crumbs, facts, h, link, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
+import { ask, brief, crumbs, facts, h, link, moment, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
 import { stepHistograms } from "./distributions.js";
 import { promptLine } from "./search.js";
@@ -41,7 +41,7 @@ export async function stepsPage(main, state) {
     foot.replaceChildren(found.more ? more("older steps", () => load(last)) : "");
   };
   await load();
-  const empty = body.children.length ? null : h("p", { class: "soft" }, "No step was taken yet. This page shows the first one by itself.");
+  const empty = body.children.length ? null : h("p", { class: "soft" }, "No step was taken yet. This page shows the first one by itself. Groups that were filtered are under ", h("a", { href: link(["episodes"]) }, "Episodes"), ".");
   main.replaceChildren(
     h("div", { class: "heading" }, h("h1", {}, "Steps")),
     empty ?? h("div", { class: "card wide" }, h("table", { class: "list" }, head(HEADS), body)), foot);
@@ -98,7 +98,7 @@ export async function stepPage(main, step) {
     found.metrics ? allMetrics(metrics) : "",
     found.written ? [h("h2", {}, "Distributions"), await stepHistograms(step)] : "",
     h("h2", {}, "Groups"),
-    h("p", { class: "soft" }, "What was trained on in this step, then what was dropped while its batch was gathered. Filtered: all rewards of the group are alike."),
+    h("p", { class: "soft" }, "The groups that were trained on in this step, and those that were dropped while its batch was assembled. Filtered: all rewards of the group are equal. ", h("a", { href: STALE }, "All stale groups of the run"), ", also those that the trainer never fetched, are under Episodes."),
     h("div", { class: "chips" }, chips),
     found.written
       ? h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, GROUP_HEADS.map(([name, title, right]) => h("th", { title, class: right ? "number" : "", scope: "col" }, name)))), body))
@@ -139,14 +139,30 @@ function whyDropped(group, bound, step) {
     const alike = rewards.length === 1 && rewards[0] !== null ? `All ${whole(group.members.length)} rewards are ${number(rewards[0], 3)}` : "The rewards do not differ enough";
     return `${alike}: compared with their mean, no episode is better than another. The group gives no signal and was not trained on.`;
   }
-  if (group.state !== "stale") return null;
-  const replaced = group.ledger?.replaced_by ? `; ${group.ledger.replaced_by} replaced it` : "";
-  if (step === null) return `The group became stale before the trainer fetched it for a batch (trainer.max_staleness${bound === null || bound === undefined ? "" : ` = ${bound}`}). It was not trained on${replaced}.`;
-  const oldest = group.ledger?.oldest ?? group.oldest;
-  const age = group.staleness === null ? null : `When the batch was assembled, the oldest sampled token (of version ${oldest ?? "unknown"}) was ${plural(group.staleness, "version")} behind the trainer`;
-  const limit = bound === null || bound === undefined ? "the bound" : `the bound of ${bound}`;
-  return `${age ?? "When the batch was assembled, its oldest sampled token was too old"}: more than ${limit} (trainer.max_staleness). The group was not trained on${replaced}.`;
+  return group.state === "stale" ? whyStale(group, bound, step) : null;
 }
+
+function whyStale(group, bound, step) {
+  const replaced = group.ledger?.replaced_by ? `; ${group.ledger.replaced_by} replaced it` : "";
+  const when = step === null ? "The group became stale before the trainer fetched it for a batch" : `The group was dropped while the batch of step ${whole(step)} was assembled`;
+  const oldest = group.ledger?.oldest ?? group.oldest;
+  const version = group.ledger?.ended_version ?? null;
+  const known = bound !== null && bound !== undefined;
+  const limit = known ? `the bound of ${bound}` : "the bound";
+  const age = group.staleness === null ? "its oldest sampled token was too old" : `its oldest sampled token was of version ${oldest ?? "unknown"}, ${plural(group.staleness, "version")} behind the trainer${version === null ? "" : `, whose version was ${version}`}`;
+  // Within the bound it ended so for a version that was rolled back, or discarded by a resume.
+  const reason = known && group.staleness !== null && group.staleness <= bound ? `${age}: within ${limit} (trainer.max_staleness), but a token is of an abandoned version` : `${age}: more than ${limit} (trainer.max_staleness)`;
+  return `${when}: ${reason}. It was not trained on${replaced}.`;
+}
+
+function staleFacts(group, bound) {
+  return [
+    ["trainer's version then", entryOf(group, "ended_version")], ["bound", bound ?? null, "trainer.max_staleness"],
+    ["episodes finished", moment(group.finished)], ["became stale", moment(group.ledger?.ended)],
+  ];
+}
+
+const entryOf = (group, name) => (group.ledger?.[name] === null || group.ledger?.[name] === undefined ? null : String(group.ledger[name]));
 
 const STALE = link(["episodes"], { kind: "stale" });
 
@@ -174,7 +190,8 @@ export async function groupPage(main, step, id, bound) {
       ["members", whole(group.members.length)],
       ["issued at version", entry?.version === null || entry === null ? null : String(entry.version)],
       ["oldest token's version", group.oldest === null ? "unknown" : String(group.oldest)],
-      ["staleness at the cut", group.staleness === null ? null : String(group.staleness)],
+      ["staleness", group.staleness === null ? null : String(group.staleness)],
+      ...(group.state === "stale" ? staleFacts(group, bound) : []),
       ["tokens", `${number(group.tokens, 1)} an episode`],
       ["replaces", entry?.replaces || null], ["replaced by", entry?.replaced_by || null],
     ]),
