@@ -165,6 +165,28 @@ async def test_the_load_of_processes_leads_to_their_logs(port: int, tmp_path: Pa
             clean(page, url)
 
 
+async def every_colour_has_one_meaning(page: chromium.Page) -> None:
+    """The legend names each colour that the timeline has, in light and dark."""
+    names = "[...document.querySelectorAll('.timeline .legend li')].map(one => one.textContent)"
+    fills = (
+        "[...document.querySelectorAll('.timeline svg > rect, .timeline svg a rect')]"
+        ".map(one => getComputedStyle(one).fill)"
+    )
+    blocks = (
+        "[...document.querySelectorAll('.timeline .legend i.block')]"
+        ".map(one => getComputedStyle(one).backgroundColor)"
+    )
+    for theme in ("light", "dark"):
+        await page.look(f"document.documentElement.style.colorScheme = '{theme}'")
+        said = await page.look(names)
+        assert {"wait for groups", "update", "publish", "publish of a version", "between calls"} <= set(said)
+        assert any(name.startswith("version ") for name in said)
+        colours = await page.look(blocks)
+        assert len(set(colours)) == len(colours)
+        assert set(await page.look(fills)) <= set(colours)
+    await page.look("document.documentElement.style.colorScheme = ''")
+
+
 async def test_the_timeline_leads_to_its_episodes_and_to_the_steps_beside(port: int, tmp_path: Path) -> None:
     with viewed(write_timed_run(tmp_path / "run").dir, tmp_path) as url:
         async with chromium.page(port) as page:
@@ -177,6 +199,7 @@ async def test_the_timeline_leads_to_its_episodes_and_to_the_steps_beside(port: 
             wait, update, publish, evaluation = await page.look(widths)
             assert wait / publish == pytest.approx(4, rel=0.01)
             assert update / evaluation == pytest.approx(1.5, rel=0.01)
+            await every_colour_has_one_meaning(page)
             charts = "[...document.querySelectorAll('figure[data-title]')].map(one => one.dataset.title)"
             assert await page.look(charts) == [
                 "Episodes in a call, by version of the engine's policy",

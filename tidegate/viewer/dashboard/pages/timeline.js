@@ -7,10 +7,12 @@ const RIGHT = 12;
 const LANE = 7;
 const MOST_LANES = 150;
 const SPANS = [1, 3, 10];
-const PHASES = { "wait for groups": "waiting", "wait for teacher": "waiting", update: "accent", "publish gate": "warn", publish: "sand", promotion: "sand", evaluation: "good", other: "ink" };
 
-const toneOf = (version) => (version === null ? "muted" : `r${version % 6}`);
-const toneOfCurve = (name) => (name === "tools" ? "sand" : name === "rewards" ? "good" : name === "between calls" ? "ink" : toneOf(Number.isNaN(Number(name.slice(8))) ? null : Number(name.slice(8))));
+// A colour has one meaning on this page; dashboard.css defines them.
+const VERSIONS = 4;
+const PHASES = { "wait for groups": "t-wait", "wait for teacher": "t-teacher", update: "t-update", "publish gate": "t-gate", publish: "t-publish", promotion: "t-promotion", evaluation: "t-evaluation", other: "t-other" };
+const toneOf = (version) => (version === null ? "t-unknown" : `t-v${version % VERSIONS}`);
+const toneOfCurve = (name) => (name === "tools" ? "t-tools" : name === "rewards" ? "t-rewards" : name === "between calls" ? "t-between" : toneOf(Number.isNaN(Number(name.slice(8))) ? null : Number(name.slice(8))));
 const seconds = (value) => `${number(value, value < 10 ? 2 : 1)} s`;
 
 function loadChart(found) {
@@ -23,7 +25,7 @@ function loadChart(found) {
 function waitingChart(found) {
   if (!found.waiting.some(([, count]) => count)) return null;
   const spec = { title: "Groups", axes: [`seconds since step ${found.first} began`, "groups"], unit: "s", y: [0, null], size: [960, 180], stacked: false, left: LEFT,
-    series: [{ name: "waiting groups", tone: "sand", form: "line", points: found.waiting }] };
+    series: [{ name: "waiting groups", tone: "accent", form: "line", points: found.waiting }] };
   return figure({ title: "Finished groups that wait for the trainer", note: "Groups of the batches, from the end of their last episode to the update that trained on them.", legend: [], data: JSON.stringify(spec) });
 }
 
@@ -52,17 +54,35 @@ function lanes(found, rows, across, top) {
     const y = top + lane * LANE;
     const bar = (from, to, height, attributes) => shape("rect", { x: across(from), width: Math.max(0.8, across(to) - across(from)), y: y + (LANE - height) / 2, height, ...attributes });
     const told = `${one.group || one.task}, ${one.reward === null ? one.outcome : `reward ${brief(one.reward)}`}, ${one.kind === "step" ? `batch of step ${one.step}` : one.kind === "eval" ? "evaluation" : one.kind}`;
-    return titled(shape("a", { href: hrefOf(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "thread" }),
+    return titled(shape("a", { href: hrefOf(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "area t-between" }),
       ...one.calls.map(([from, to, version, name, part]) => titled(bar(from, to, 5, { class: `area ${part === "engine" ? toneOf(version) : toneOfCurve(part)}` }), `${name || `version ${version ?? "unknown"}`}, ${seconds(to - from)}; ${told}`))), told);
   });
+}
+
+const key = (tone, name, kind = "block") => h("li", {}, h("i", { class: `${kind} ${tone}` }), name);
+
+// What the bars of the trainer, the marks, and the bars of the episodes mean.
+function legends(found) {
+  const phases = [...new Set(found.trainer.filter((one) => one.end > one.start).map((one) => one.name))];
+  const calls = found.episodes.flatMap((one) => one.calls);
+  const parts = ["tools", "rewards"].filter((part) => calls.some((call) => call[4] === part));
+  const versions = new Map();
+  for (const version of [...new Set(calls.filter((call) => call[4] === "engine").map((call) => call[2]))].sort((one, other) => (one ?? -1) - (other ?? -1))) {
+    versions.set(toneOf(version), [...(versions.get(toneOf(version)) ?? []), version]);
+  }
+  const named = ([tone, of]) => key(tone, of[0] === null ? "unknown version" : `version ${of.join(", ")}`);
+  return [
+    h("ul", { class: "legend", "aria-label": "The trainer" }, phases.map((name) => key(PHASES[name], name)), found.publishes.length ? key("t-publish", "publish of a version", "mark") : null),
+    h("ul", { class: "legend", "aria-label": "Episodes" }, [...versions].map(named), parts.map((part) => key(toneOfCurve(part), part)), found.episodes.length ? key("t-between", "between calls", "block thin") : null),
+  ];
 }
 
 function gantt(found) {
   const rows = packed(found.episodes);
   const most = Math.min(MOST_LANES, 1 + Math.max(-1, ...rows.map(({ lane }) => lane)));
   const box = h("figure", { class: "card timeline" },
-    h("figcaption", {}, h("h3", {}, "Trainer and episodes"), h("span", { class: "soft" }, "Upper bar: phases of each step. Marks: publishes, with the version. Below, a line for each episode: its calls, in the colour of the policy's version, and between them a thread. A click opens the episode.")),
-    h("ul", { class: "legend" }, [...new Set(found.trainer.filter((one) => one.end - one.start > found.seconds / 1000).map((one) => one.name))].map((name) => h("li", {}, h("i", { class: `block ${PHASES[name]}` }), name))));
+    h("figcaption", {}, h("h3", {}, "Trainer and episodes"), h("span", { class: "soft" }, "Upper bar: phases of each step. Dashed lines: publishes, with the version. Below, a line for each episode: calls of an engine in the colour of the policy's version, calls of tools, rewards, and between them a thread. A click opens the episode.")),
+    ...legends(found));
   const draw = (width) => {
     const across = (value) => LEFT + (Math.max(0, Math.min(found.seconds, value)) / found.seconds) * (width - LEFT - RIGHT);
     const height = 64 + most * LANE;
