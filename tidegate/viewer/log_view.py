@@ -122,7 +122,10 @@ def opening(info: Mapping[str, object]) -> str:
 
 
 def step_line(metrics: Mapping[str, float], total_steps: int | None, tokens_per_s: float | None) -> str:
-    """Formats one step in fixed columns, so that lines align."""
+    """Formats one step in fixed columns, so that lines align.
+
+    Stale and failed groups are counted from the start of the run; `(+1)` are those since the line before.
+    """
     of, wide = ("", 5) if total_steps is None else (f"/{total_steps}", len(str(total_steps)))
 
     def cell(key: str, digits: int, width: int) -> str:
@@ -138,8 +141,13 @@ def step_line(metrics: Mapping[str, float], total_steps: int | None, tokens_per_
         f"waits: data {cell('time/wait_for_batch', 1, 4)} s, trainer {cell('time/batch_queue', 1, 4)} s",
     ]
     lost = [
-        f"{state} {int(metrics[f'groups/{state}'])}"
+        f"{state} {int(total)}{_since(metrics.get(f'selection/{state}_groups'))}"
         for state in ("stale", "failed")
-        if metrics.get(f"groups/{state}")
+        if (total := metrics.get(f"groups/{state}"))
     ]
-    return "  ".join(cells + ([", ".join(lost)] if lost else []))
+    return "  ".join(cells + ([f"so far: {', '.join(lost)}"] if lost else []))
+
+
+def _since(number: float | None) -> str:
+    """Returns the number of groups since the line before, in brackets; empty for none."""
+    return f" (+{int(number)})" if number else ""

@@ -89,8 +89,11 @@ def test_an_evaluation_is_a_line_of_its_own(view: PlainView, console: Console) -
 
 
 def test_losses_are_named(view: PlainView, console: Console) -> None:
-    view.step({"step": 1, "reward/mean": 0.5, "groups/stale": 3.0, "groups/failed": 1.0})
-    assert lines_of(console)[0].endswith("stale 3, failed 1")
+    total = {"reward/mean": 0.5, "groups/stale": 3.0, "groups/failed": 1.0}
+    view.step({"step": 1, **total, "selection/stale_groups": 3.0, "selection/failed_groups": 1.0})
+    view.step({"step": 2, **total, "selection/stale_groups": 0.0, "selection/failed_groups": 0.0})
+    said = [line.partition("so far: ")[2] for line in lines_of(console)]
+    assert said == ["stale 3 (+3), failed 1 (+1)", "stale 3, failed 1"]
 
 
 def test_progress_is_printed_seldom_and_at_the_end(view: PlainView, console: Console, clock: Clock) -> None:
