@@ -78,7 +78,7 @@ class Transcript:
         """One line: the reward, or why there is none."""
         if self.reward is None:
             return f"no reward: {self.outcome}" + (f" ({self.error})" if self.error else "")
-        cut = ", cut short" if self.outcome == "truncated" else ""
+        cut = ", truncated" if self.outcome == "truncated" else ""
         return f"reward {number(self.reward)}{cut}"
 
 

@@ -195,7 +195,7 @@ def test_the_verdict_says_why_there_is_no_reward() -> None:
         episode(tried("p", None, error="Timeout after 60 s")).verdict
         == "no reward: agent_error (Timeout after 60 s)"
     )
-    assert episode({**tried("p", 0.0), "outcome": "truncated"}).verdict == "reward 0.000, cut short"
+    assert episode({**tried("p", 0.0), "outcome": "truncated"}).verdict == "reward 0.000, truncated"
 
 
 def test_the_common_beginning_of_two_episodes_is_shown_once() -> None:

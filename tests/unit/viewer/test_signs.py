@@ -139,7 +139,7 @@ def test_the_numbers_are_those_of_the_windows() -> None:
     assert len(begun) == 1
     assert begun[0].startswith(
         "entropy collapse: entropy 0.100 in steps 11–20 nats per token, 0.800 in steps 1–10; the reward does "
-        "not rise (threshold: below 0.25 × the first 10 steps). Attempts"
+        "not rise (threshold: below 0.25 × the first 10 steps). The episodes"
     )
 
 

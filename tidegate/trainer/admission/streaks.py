@@ -26,7 +26,7 @@ class Streaks:
             return f"the last {self.unranked} groups could not be ranked"
         if self.filtered >= max(256, 32 * self.rules.groups_per_batch):
             return (
-                f"{self.filtered} groups were filtered since the last step: their rewards are all alike "
+                f"{self.filtered} groups were filtered since the last step: their rewards are all equal "
                 "(tasks all solved, or all too hard), or their episodes were all truncated and masked"
             )
         return None

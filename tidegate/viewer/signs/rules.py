@@ -61,7 +61,7 @@ def entropy_collapse(history: MetricHistory) -> Sign | None:
         "entropy collapse", "entropy",
         f"entropy {_in(last)} nats per token, {_in(first)}; the reward does not rise",
         f"below {number(ENTROPY_LEFT, 2)} × the first {_count(first)} steps",
-        "Attempts at a task become alike, and comparing them teaches nothing. Go back to an earlier "
+        "The episodes of a task become alike, and comparing them gives no signal. Go back to an earlier "
         "checkpoint with a lower trainer.learning_rate, a larger clip_high of trainer.loss, or a higher "
         "sampling.temperature.",
     )  # fmt: skip

@@ -495,6 +495,6 @@ async def test_where_every_group_is_filtered_it_says_so(make: Callable[..., Stag
         stage.rollout.wake()
         with pytest.raises(
             NoUsableEpisodesError,
-            match=r"256 groups were filtered since .* all alike .*truncated and masked",
+            match=r"256 groups were filtered since .* all equal .*truncated and masked",
         ):
             await stage.settle(rollout, lambda: False)

@@ -101,7 +101,7 @@ export const stateTag = (state) => tag(state, TONES[state] ?? "quiet");
 
 export const rewardTone = (reward) => (reward === null ? "quiet" : reward > 0 ? "good" : "bad");
 
-// One small bar a member, as high as its reward is between the least and the most.
+// One small bar an episode, as high as its reward is between the least and the most.
 export function rewardBars(members, low = 0, high = 1) {
   const rewards = members.map((one) => one.reward).filter((one) => one !== null);
   const bottom = Math.min(low, ...rewards);

@@ -172,7 +172,7 @@ export async function episodePage(main, trail, address, up, links) {
       h("h1", {}, slot, h("small", {}, ` of ${one.task}`)),
       stateTag(one.state), tag(one.reward === null ? one.outcome : `reward ${brief(one.reward)}`, rewardTone(one.reward)),
       h("a", { class: "button", href: other, "data-go": "messages", title: "key m" }, messages ? "as tokens" : "as messages"),
-      neighbours(links?.before, links?.after, "member")),
+      neighbours(links?.before, links?.after, "episode")),
     factsOf(one), ...[errorBanner(one), resultOf(one), one.no_tokenizer ? h("p", { class: "soft" }, one.no_tokenizer) : null].filter(Boolean),
     one.turns.length ? "" : h("p", { class: "soft" }, "No reply was sampled in this episode."),
     messages ? h("div", { class: "card" }, one.messages.map(message)) : view.element,

@@ -1,4 +1,4 @@
-// Steps, the groups of a step, the members of a group.
+// Steps, the groups of a step, the episodes of a group.
 import { ask, brief, crumbs, facts, h, link, moment, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
 import { stepHistograms } from "./distributions.js";
@@ -73,7 +73,7 @@ function groupRow(group, step) {
   );
 }
 
-const GROUP_HEADS = [["group"], ["task"], ["became"], ["rewards by slot"], ["mean"], ["tokens", "sampled, mean of an episode"], ["versions", "of its sampled tokens"], ["staleness", "at the cut of the batch"], ["lost", "attempts that failed or were cancelled"]]
+const GROUP_HEADS = [["group"], ["task"], ["became"], ["rewards by slot"], ["mean"], ["tokens", "sampled, mean of an episode"], ["versions", "of its sampled tokens"], ["staleness", "when the batch was assembled"], ["unsuccessful", "attempts that failed or were cancelled"]]
   .map(([name, title], index) => [name, title, index > 3]);
 
 export async function stepPage(main, step) {
@@ -128,7 +128,7 @@ function allMetrics(metrics) {
 
 function lostTable(entry) {
   if (!entry?.lost.length) return "";
-  return h("div", { class: "card wide" }, h("h3", {}, "Attempts that came to nothing"), h("table", {},
+  return h("div", { class: "card wide" }, h("h3", {}, "Unsuccessful attempts"), h("table", {},
     entry.lost.map((one) => h("tr", {}, h("td", { class: "mono" }, one.id), h("td", {}, `slot ${one.slot ?? "?"}`), h("td", {}, stateTag(one.state)), h("td", {}, one.outcome), h("td", {}, one.why)))));
 }
 
@@ -136,8 +136,8 @@ function lostTable(entry) {
 function whyDropped(group, bound, step) {
   if (group.state === "filtered") {
     const rewards = [...new Set(group.members.map((one) => one.reward))];
-    const alike = rewards.length === 1 && rewards[0] !== null ? `All ${whole(group.members.length)} rewards are ${number(rewards[0], 3)}` : "The rewards do not differ enough";
-    return `${alike}: compared with their mean, no episode is better than another. The group gives no signal and was not trained on.`;
+    const equal = rewards.length === 1 && rewards[0] !== null ? `All ${whole(group.members.length)} rewards are ${number(rewards[0], 3)}` : "The rewards do not differ enough";
+    return `${equal}: compared with their mean, no episode is better than another. The group gives no signal and was not trained on.`;
   }
   return group.state === "stale" ? whyStale(group, bound, step) : null;
 }
@@ -187,7 +187,7 @@ export async function groupPage(main, step, id, bound) {
     h("div", { class: "heading" }, h("h1", {}, id, h("small", {}, ` of ${group.task}`)), stateTag(group.state), rewardBars(group.members), neighbours(other(group.before), other(group.after), "group")),
     facts([
       ["mean reward", number(group.mean, 3)],
-      ["members", whole(group.members.length)],
+      ["episodes", whole(group.members.length)],
       ["issued at version", entry?.version === null || entry === null ? null : String(entry.version)],
       ["oldest token's version", group.oldest === null ? "unknown" : String(group.oldest)],
       ["staleness", group.staleness === null ? null : String(group.staleness)],
