@@ -20,13 +20,26 @@ HTML = REPO / "build" / "site" / "html"
 
 
 def navigation(entries: list[dict[str, Any]], section: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yields (section, title, page) of the entries of `nav`; the section is that of the top level."""
+    """Yields (section, title, page) of the pages of `nav`; the section is that of the top level.
+
+    Entries that lead to a heading of a page are left out.
+    """
     for entry in entries:
         for title, target in entry.items():
             if isinstance(target, list):
                 yield from navigation(target, section or title)
-            else:
+            elif "#" not in target:
                 yield section or title, title, target
+
+
+def headings(entries: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yields (page, anchor) of the entries of `nav` that lead to a heading: `environments/#rewards`."""
+    for target in (target for entry in entries for target in entry.values()):
+        if isinstance(target, list):
+            yield from headings(target)
+        elif "#" in target:
+            page, _, anchor = target.partition("/#")
+            yield f"{page}.md", anchor
 
 
 def project() -> dict[str, Any]:

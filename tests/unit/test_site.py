@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.site.llms import first_sentence, navigation, project
+from docs.site.llms import first_sentence, headings, navigation, project
 from docs.site.reference import MODELS, PYTHON_API, settings_page
 from docs.site.release import configuration, list_versions
 from docs.site.sources import anchors, assets, links, page_sources, rewritten
@@ -24,6 +24,15 @@ each_page = pytest.mark.parametrize("page", PAGES)
 def test_every_page_is_in_the_navigation_once() -> None:
     pages = [page for _, _, page in navigation(project()["nav"])]
     assert sorted(pages) == sorted({*PAGES, *GENERATED})
+
+
+def test_entries_for_headings_lead_to_headings_that_exist() -> None:
+    found = list(headings(project()["nav"]))
+    assert ("environments.md", "rewards") in found
+    missing = [
+        (page, anchor) for page, anchor in found if anchor not in anchors((REPO / PAGES[page]).read_text())
+    ]
+    assert missing == []
 
 
 @each_page
