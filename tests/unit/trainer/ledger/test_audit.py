@@ -396,6 +396,12 @@ def test_metrics_of_a_step_that_never_was_are_found(run_dir: Path) -> None:
     assert any("step 9" in finding for finding in audit_run(run_dir).findings)
 
 
+def test_the_file_of_a_step_that_is_not_taken_may_be_appended_to(run_dir: Path) -> None:
+    path = run_dir / "trajectories" / "step_000004.jsonl"
+    path.write_text('{"state": "filtered", "group_id": "x"}\n{"state": "filt')
+    assert audit_run(run_dir).findings == []
+
+
 def test_a_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:

@@ -325,7 +325,14 @@ async def test_an_erased_group_that_waits_for_a_batch_ends_filtered(tmp_path: Pa
         trajectory.client = "me"
     assert admission.accept(group) is None
     batches.add(group)
+    saved: list[str] = []
+
+    async def save(group: Group, _: State) -> None:
+        saved.append(group.id)
+
+    batches.save = save
     await batches.withdraw(["waits", "unknown"])
+    assert saved == [], "its texts are erased"
     assert ends(book) == {"waits": "filtered"}
     assert admission.in_flight() == 0
 

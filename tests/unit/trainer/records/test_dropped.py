@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
+from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group
 
 
@@ -58,6 +60,7 @@ def test_a_killed_run_keeps_them_and_its_resume_goes_on_in_the_same_file(files: 
     path = files.directory / "step_000001.jsonl"
     path.write_bytes(path.read_bytes() + b'{"state": "filtered", "group_id": "torn')
     files.move_discarded(0, 2)
+    assert written(files) == ended("a"), "it is not undone"
     resumed = TrajectoryFiles(files.directory.parent)
     resumed.drop(group("a"), State.FILTERED, 1)
     resumed.drop(group("b"), State.FILTERED, 1)
@@ -78,6 +81,20 @@ def test_the_file_of_a_step_that_a_resume_discards_is_moved_with_its_dropped_gro
     resumed = TrajectoryFiles(files.directory.parent)
     resumed.batch(batch("other"), 1)
     assert written(resumed) == ended("other", State.STEPPED)
+
+
+async def test_an_erased_group_is_removed_from_the_file_of_the_next_step(files: TrajectoryFiles) -> None:
+    async with FileWriter() as writer:
+        for name in ("a", "b"):
+            await writer.run(files.drop, group(name), State.FILTERED, 1)
+        closed, growing = files._closed()
+        path = files.directory / "step_000001.jsonl"
+        assert (path in closed, path in growing) == (False, True), "the writer's thread alone replaces it"
+        erasing = asyncio.create_task(files.erase({"a"}, writer))
+        await writer.run(files.drop, group("c"), State.FILTERED, 1)
+        await erasing
+        await writer.run(files.batch, batch("trained", group("a")), 1)
+    assert written(files) == [*ended("b"), *ended("c"), *ended("trained", State.STEPPED)]
 
 
 def test_an_erased_group_is_not_written(files: TrajectoryFiles) -> None:
