@@ -1,7 +1,7 @@
 """Curriculum: estimates the solve rate of each task, and decides which tasks are skipped.
 
 The solve rate of a task has a Beta distribution, from the groups of the task and of all tasks of its kind
-that have ended. It gives the probability that the rewards of a new group differ, so that the group is not
+that have ended. How much the task's own groups count is chosen by what predicted the ended groups best. It gives the probability that the rewards of a new group differ, so that the group is not
 filtered. With the curriculum `difficulty`, a task is always issued if this probability is as high as for a
 task without a record; otherwise less often, but with at least the probability `floor`. The order of the tasks
 stays that of the environment; some of them are skipped.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import log
 from random import Random
 
 from tidegate.trainer.ledger.state import LedgerItem
@@ -23,7 +24,11 @@ TASK_MEMORY = 0.25
 """Factor of a task's earlier episodes at each further group, as the policy improves."""
 KIND_MEMORY = 0.8
 """Factor of a kind's earlier episodes at each step."""
-SHARPNESS = 2
+OWN_WEIGHTS = (0.0, 0.125, 0.5, 2.0, 8.0)
+"""Weights among which that of a task's own episodes is chosen."""
+LOSS_MEMORY = 0.98
+"""Factor of the prediction losses of earlier groups at each further group."""
+SHARPNESS = 3
 """Exponent of P ÷ U in the probability of issuing a task; P is the probability that the rewards of its group
 differ, and U that of a task without a record."""
 PRIOR_EPISODES = 4.0
@@ -70,6 +75,14 @@ class Curriculum:
     """Expected number of the issued tasks whose groups have different rewards."""
     tasks: dict[str, SolveRecord] = field(default_factory=dict)
     kinds: dict[str, SolveRecord] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=lambda: [0.0] * len(OWN_WEIGHTS))
+    """Log loss of the predictions whether a group's rewards differ, with each of `OWN_WEIGHTS`; recent groups
+    count for more."""
+
+    @property
+    def own_weight(self) -> float:
+        """Weight of a task's own episodes; those of its kind count beside them as `PRIOR_EPISODES`."""
+        return OWN_WEIGHTS[self.losses.index(min(self.losses))]
 
     def accepts(self, index: int, task: Task) -> bool:
         """Decide whether to issue the task at an index, or to pass it over."""
@@ -84,11 +97,11 @@ class Curriculum:
         return True
 
     def informative(self, task: str, kind: str) -> float:
-        """Return the probability that the rewards of a new group of the task differ.
+        """Return the probability that the rewards of a new group of the task differ."""
+        return self._differ(*self.estimate(task, kind, self.own_weight, self.step))
 
-        With p ~ Beta(a, b) and n episodes it is 1 − E[pⁿ] − E[(1 − p)ⁿ].
-        """
-        solved, failed = self.estimate(task, kind)
+    def _differ(self, solved: float, failed: float) -> float:
+        """With p ~ Beta(a, b) and n episodes it is 1 − E[pⁿ] − E[(1 − p)ⁿ]."""
         all_solved = all_failed = 1.0
         for number in range(self.group_size):
             total = solved + failed + number
@@ -96,19 +109,25 @@ class Curriculum:
             all_failed *= (failed + number) / total
         return 1.0 - all_solved - all_failed
 
-    def estimate(self, task: str, kind: str) -> tuple[float, float]:
-        """Return a and b of the Beta distribution of a task's solve rate.
+    def estimate(self, task: str, kind: str, own_weight: float, step: int) -> tuple[float, float]:
+        """Return a and b of the Beta distribution of a task's solve rate after `step` steps.
 
         Its prior has the mean of the kind's record, which begins as Beta(1, 1).
         """
         own, whole = self.tasks.get(task, UNKNOWN), self.kinds.get(kind, UNKNOWN)
-        memory = KIND_MEMORY ** (self.step - whole.step)
+        memory = KIND_MEMORY ** (step - whole.step)
         a, b = 1.0 + memory * whole.solved, 1.0 + memory * whole.failed
         weight = min(PRIOR_EPISODES, a + b) / (a + b)
-        return weight * a + own.solved, weight * b + own.failed
+        return weight * a + own_weight * own.solved, weight * b + own_weight * own.failed
 
     def observe(self, task: str, kind: str, solved: int, episodes: int, step: int) -> None:
         """Add a group that ended when `step` steps were taken."""
+        if task in self.tasks:  # else the predictions are all equal
+            differ = 0 < solved < episodes
+            for place, weight in enumerate(OWN_WEIGHTS):
+                predicted = self._differ(*self.estimate(task, kind, weight, step))
+                loss = -log(max(1e-3, predicted if differ else 1 - predicted))
+                self.losses[place] = LOSS_MEMORY * self.losses[place] + loss
         own, whole = self.tasks.setdefault(task, SolveRecord()), self.kinds.setdefault(kind, SolveRecord())
         own.add(solved, episodes - solved, TASK_MEMORY, step)
         whole.add(solved, episodes - solved, KIND_MEMORY ** (step - whole.step), step)
