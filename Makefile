@@ -45,7 +45,7 @@ format: install  ## format the code with ruff
 
 test: install    ## the quick suite (under six minutes on two cores)
 	@$(BIN)/python -m compileall -q tidegate tests  # once, not in each worker
-	$(BIN)/python -m pytest -n 3 --dist worksteal  # many tests wait for processes
+	$(BIN)/python -m pytest -n 4 --dist worksteal  # many tests wait for processes
 
 test-slow: install  ## the slow suite (under thirty minutes)
 	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email
+import fcntl
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +17,7 @@ import tarfile
 import time
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,10 +45,27 @@ def typed(*command: str | Path, cwd: Path, timeout_s: float = 120) -> str:
     return done.stdout
 
 
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Path]) -> Path:
+    """Makes something in a directory that all workers of pytest-xdist share; the others wait for it."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = root / name / "made"
+        if not made.exists():
+            shutil.rmtree(made.parent, ignore_errors=True)  # of a worker that failed
+            made.parent.mkdir()
+            made.write_text(str(make(made.parent)))
+        return Path(made.read_text())
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the sdist, and the wheel that is built from it."""
-    folder = tmp_path_factory.mktemp("built")
+    """The wheel that is built from the sdist of a clean clone."""
+    return once(tmp_path_factory, "built", build)
+
+
+def build(folder: Path) -> Path:
     typed("git", "clone", "-q", REPO, folder / "clone", cwd=folder)
     typed(sys.executable, "-c", BUILD.format(str(folder)), cwd=folder / "clone")
     (sdist,) = folder.glob("*.tar.gz")
@@ -82,7 +101,7 @@ def packages(binaries: Path) -> Path:
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` of an environment with the wheel and the extra `gateway`."""
-    return environment(tmp_path_factory.mktemp("gateway"), f"{built}[gateway]")
+    return once(tmp_path_factory, "gateway", lambda folder: environment(folder, f"{built}[gateway]"))
 
 
 def test_an_installation_without_extras_serves_agents_and_environments(built: Path, tmp_path: Path) -> None:

@@ -415,4 +415,4 @@ class TestQuick(Machine.TestCase):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 class TestMany(Machine.TestCase):
-    settings = settings(QUICK, max_examples=100, stateful_step_count=40)
+    settings = settings(QUICK, max_examples=60, stateful_step_count=40)

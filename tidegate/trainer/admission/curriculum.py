@@ -1,9 +1,10 @@
 """Curriculum: estimates the solve rate of each task, and decides which tasks are skipped.
 
 The solve rate of a task has a Beta distribution, from the groups of the task and of all tasks of its kind
-that have ended. How much the task's own groups count is chosen by what predicted the ended groups best. It gives the probability that the rewards of a new group differ, so that the group is not
-filtered. With the curriculum `difficulty`, a task is always issued if this probability is as high as for a
-task without a record; otherwise less often, but with at least the probability `floor`. The order of the tasks
+that have ended. How much the task's own groups count is chosen by what predicted the ended groups best. The
+distribution gives the probability that the rewards of a new group differ, so that the group is not filtered.
+With the curriculum `difficulty`, a task is always issued if this probability is as high as for a task
+without a record; otherwise less often, but with at least the probability `floor`. The order of the tasks
 stays that of the environment; some of them are skipped.
 
 The decision about an index depends on the ledger and the seed alone, so a resumed run makes the same
