@@ -13,6 +13,8 @@ from tests.unit.viewer.service_run import write_service_run
 from tests.unit.viewer.test_processes import write_load
 from tests.unit.viewer.test_timeline import write_timed_run
 from tests.unit.viewer.viewer_run import write_run
+from tidegate.trainer.ledger.entries import State, entry
+from tidegate.types import Group
 
 pytestmark = [
     pytest.mark.slow,
@@ -162,6 +164,28 @@ async def test_the_load_of_processes_leads_to_their_logs(port: int, tmp_path: Pa
             await page.until("document.querySelector('pre.log').textContent.startsWith('line 0')")
             assert EVIL in await page.look("document.querySelector('pre.log').textContent")
             assert await page.look("window.pwned === undefined")
+            clean(page, url)
+
+
+async def test_a_failed_run_gives_its_reason_and_the_groups_that_were_dropped(
+    port: int, tmp_path: Path
+) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    alike = [run.simple("g4-alike", slot, 1.0) for slot in range(2)]
+    run.files.drop(Group("g4-alike", "t", alike), State.FILTERED, 4)
+    run.ledger.record(entry("run", "ended", step=3, version=3, status="failed", why="no engine responds"))
+    with viewed(run.dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            await page.open(f"{url}/")
+            await page.until("document.querySelector('.light.failed')")
+            banner = "document.querySelector('.banner.bad').textContent"
+            assert await page.look(banner) == "The run failed after step 3: no engine responds"
+            await page.open(f"{url}/#/episodes?state=filtered")
+            assert "step 4 · g4-alike" in await page.look("document.querySelector('tbody a').textContent")
+            await page.open(f"{url}/#/step/4")
+            said = await page.look("document.querySelector('main').textContent")
+            assert "This step has not been taken." in said
+            assert "g4-alike" in said
             clean(page, url)
 
 

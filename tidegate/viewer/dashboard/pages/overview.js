@@ -62,7 +62,7 @@ export async function overviewPage(main, state) {
       h("div", { class: "heading" }, h("h1", {}, state.name)),
       h("p", { class: "soft" }, found.opening),
       verdict(found.scores),
-      ...found.banners.map((text) => h("div", { class: "card banner" }, h("p", {}, text))),
+      ...found.banners.map((text) => h("div", { class: `card banner${state.status === "failed" && text.startsWith("The run failed") ? " bad" : ""}` }, h("p", {}, text))),
       ...signsOf(found).filter(Boolean),
       h("dl", { class: "tiles" }, found.tiles.map((tile) => h("div", { class: "tile" }, h("dt", {}, tile.name), h("dd", {}, tile.value, tile.more ? h("small", {}, ` ${tile.more}`) : null)))),
       h("h2", {}, "How it learned"),

@@ -91,12 +91,14 @@ export async function stepPage(main, step) {
   if (found.written) await load(0);
   const chips = Object.entries(groups.counts).map(([name, count]) => h("a", { class: `chip${name === wanted ? " on" : ""}`, href: link(["step", step], { state: name === wanted ? "" : name }), "aria-current": name === wanted ? "true" : null }, `${name} ${whole(count)}`));
   const metrics = found.metrics ?? {};
+  const taken = found.metrics || groups.counts.trained || groups.counts.stepped || groups.counts.abandoned;
+  const untaken = "This step has not been taken. The groups below were dropped while its batch was assembled.";
   main.replaceChildren(...[
     crumbs([["Steps", "#/steps"], [`Step ${step}`, null]]),
     h("div", { class: "heading" }, h("h1", {}, `Step ${step}`), found.metrics ? h("a", { class: "chip", href: link(["timeline"], { step, span: 1 }) }, "timeline") : null, neighbours(found.before && link(["step", found.before]), found.after && link(["step", found.after]), "step")),
-    found.metrics ? stepFacts(metrics) : h("p", { class: "soft" }, "This step's metrics are not written: it is being taken, or the run went back to before it."),
+    found.metrics ? stepFacts(metrics) : h("p", { class: "soft" }, taken || !found.written ? "This step's metrics are not written: it is being taken, or the run went back to before it." : untaken),
     found.metrics ? allMetrics(metrics) : "",
-    found.written ? [h("h2", {}, "Distributions"), await stepHistograms(step)] : "",
+    found.written && taken ? [h("h2", {}, "Distributions"), await stepHistograms(step)] : "",
     h("h2", {}, "Groups"),
     h("p", { class: "soft" }, "The groups that were trained on in this step, and those that were dropped while its batch was assembled. Filtered: all rewards of the group are equal. ", h("a", { href: STALE }, "All stale groups of the run"), ", also those that the trainer never fetched, are under Episodes."),
     h("div", { class: "chips" }, chips),
