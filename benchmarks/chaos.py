@@ -43,9 +43,9 @@ DEMO = ROOT / "examples" / "demo" / "config.toml"
 GROUPS_PER_BATCH = 8
 WRITES = (
     "config", "metrics.line", "metrics.truncated", "trajectories.step", "trajectories.eval",
-    "trajectories.failed", "trajectories.taken_back", "checkpoint.weights", "checkpoint.state",
-    "checkpoint.marker", "checkpoint.unmarked", "checkpoint.removed", "best.copied", "best.link",
-    "publish.weights", "dead_letters", "ledger.run.started",
+    "trajectories.dropped", "trajectories.failed", "trajectories.taken_back", "checkpoint.weights",
+    "checkpoint.state", "checkpoint.marker", "checkpoint.unmarked", "checkpoint.removed",
+    "best.copied", "best.link", "publish.weights", "dead_letters", "ledger.run.started",
     "ledger.run.publishing", "ledger.run.quarantined",
     "ledger.group.issued", "ledger.group.stepped", "ledger.group.stale", "ledger.group.filtered",
     "ledger.group.failed", "ledger.group.cancelled", "ledger.group.put_back", "ledger.attempt.issued",
