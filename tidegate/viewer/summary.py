@@ -106,10 +106,7 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     steps = []
     if result.get("report"):
         steps.append(("read the report", str(result["report"])))
-    if resume := str(result.get("resume") or ""):
-        how = "serve clients and train" if resume.startswith("tidegate serve") else "train"
-        where = "from the checkpoint" if result.get("checkpoint") else "from the start"
-        steps.append((f"{how} {where}", resume))
+    steps += _continue(result)
     if result.get("checkpoint"):
         model = shlex.quote(str(result["checkpoint"]))
         steps.append(("serve the checkpoint", f"tidegate engine --model.path {model}"))
@@ -139,12 +136,20 @@ def _after_failure(result: Mapping[str, object], run_dir: Path) -> list[tuple[st
     if (run_dir / "config.toml").exists():
         config = shlex.quote(str(run_dir / "config.toml"))
         steps.append(("check agent, environment, model and engine", f"tidegate doctor {config}"))
-    if resume := str(result.get("resume") or ""):
-        where = "from the checkpoint" if result.get("checkpoint") else "from the start"
-        steps.append((f"then continue {where}", resume))
+    if (run_dir / "ledger.jsonl").exists():
+        steps.append(("check the ledger", f"tidegate audit {here}"))
+    steps += [(f"then {purpose}", command) for purpose, command in _continue(result)]
     if result.get("report"):
         steps.append(("read the report", str(result["report"])))
     return steps
+
+
+def _continue(result: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Returns the step that continues the run; none if it needs none."""
+    resume = str(result.get("resume") or "")
+    how = "serve clients and train" if resume.startswith("tidegate serve") else "train"
+    where = "from the checkpoint" if result.get("checkpoint") else "from the start"
+    return [(f"{how} {where}", resume)] if resume else []
 
 
 def continue_command(run_dir: Path, steps: int | None) -> str:

@@ -23,6 +23,7 @@ def test_after_a_failure_they_help_to_find_its_cause(tmp_path: Path) -> None:
         f"{run.dir}/logs",
         f"tidegate tasks {run.dir} --quarantined",
         f"tidegate doctor {run.dir}/config.toml",
+        f"tidegate audit {run.dir}",
         resume,
         "r",
     ]
@@ -34,7 +35,7 @@ def test_after_a_failure_they_help_to_find_its_cause(tmp_path: Path) -> None:
 
 def test_a_failure_before_anything_was_written_suggests_nothing_that_needs_a_file(tmp_path: Path) -> None:
     assert next_steps({"status": "failed", "resume": "tidegate train x"}, tmp_path) == [
-        ("then continue from the start", "tidegate train x")
+        ("then train from the start", "tidegate train x")
     ]
 
 
