@@ -148,6 +148,10 @@ def _step_of(marker: Path) -> int:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    later = sorted(
+        path.parent.glob(f"{path.stem}.*{path.suffix}"), key=lambda part: int(part.suffixes[0][1:])
+    )
+    for part in (path, *later):
+        with part.open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)

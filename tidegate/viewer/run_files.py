@@ -12,6 +12,7 @@ from typing import Any
 
 from tidegate.config import ENDLESS
 from tidegate.errors import ConfigError
+from tidegate.trainer.ledger.jsonl import parts
 from tidegate.viewer.formatting import as_mapping, known, printable
 from tidegate.viewer.held_out import held_out_names
 
@@ -153,19 +154,24 @@ def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:
 
 
 def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file with one per line; adds a remark on skipped lines."""
+    """Yields the JSON objects of a file with one per line, of all parts; adds a remark on skipped lines."""
     broken = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                value = json.loads(line)
-            except ValueError:
-                broken += bool(line.strip())
-                continue
-            if isinstance(value, dict):
-                yield value
+    for line in _lines(path):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            broken += bool(line.strip())
+            continue
+        if isinstance(value, dict):
+            yield value
     if broken:
         remarks.append(not_json(path, broken))
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for part in parts(path):
+        with part.open(encoding="utf-8", errors="replace") as lines:
+            yield from lines
 
 
 def not_json(path: Path, count: int) -> str:

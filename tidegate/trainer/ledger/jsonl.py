@@ -18,20 +18,38 @@ BLOCK = 1 << 16
 """Bytes that are searched at a time for the end of the last complete line."""
 
 
+def nth_part(path: Path, number: int) -> Path:
+    """Return the path of a part of a file: `x.jsonl` is the first one, `x.2.jsonl` the second."""
+    return path if number == 1 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def parts(path: Path) -> list[Path]:
+    """Return the existing parts of a file in order. Only the last one is written to."""
+    found: list[Path] = []
+    while (part := nth_part(path, len(found) + 1)).exists():
+        found.append(part)
+    return found
+
+
 def complete_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines that end in a newline; none if the file does not exist."""
-    if path.exists():
-        with path.open("rb") as file:
-            yield from (line for line in file if line.endswith(b"\n"))
+    """Yield the lines of all parts that end in a newline; none if the file does not exist."""
+    for part in parts(path):
+        yield from _complete_lines(part)
+
+
+def _complete_lines(part: Path) -> Iterator[bytes]:
+    with part.open("rb") as file:
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def read_jsonl(path: Path, raised: type[TidegateError] = TidegateError) -> Iterator[Any]:
-    """Yield the values of the complete lines. Raises `raised` if one is damaged."""
-    for number, line in enumerate(complete_lines(path), start=1):
-        try:
-            yield orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            raise raised(f"{path}, line {number}: not JSON: {error}") from error
+    """Yield the values of the complete lines of all parts. Raises `raised` if one is damaged."""
+    for part in parts(path):
+        for number, line in enumerate(_complete_lines(part), start=1):
+            try:
+                yield orjson.loads(line)
+            except orjson.JSONDecodeError as error:
+                raise raised(f"{part}, line {number}: not JSON: {error}") from error
 
 
 def drop_torn_line(path: Path) -> None:

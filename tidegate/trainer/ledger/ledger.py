@@ -1,7 +1,9 @@
 """Append-only log of every attempt and group: each is entered once and ends once.
 
-`ledger.jsonl` has one entry per line, numbered by `seq`. Only the trainer writes it. A line is passed to the
-operating system before the decision it records takes effect, so no entry is lost if the process is killed.
+`ledger.jsonl` has one entry per line, numbered by `seq`. Only the trainer writes it. Once it has
+`PART_BYTES`, the next entry begins the next part, `ledger.2.jsonl`; a part that is followed by another is
+complete. A line is passed to the operating system before the decision it records takes effect, so no entry is
+lost if the process is killed.
 `record` therefore writes on the caller's event loop: admission decides without waiting, and decisions that
 were made while an entry waits for a writer would take effect, or be based on one, before it is in the file.
 An entry is short, and its write ends in the system's page cache.
@@ -14,37 +16,60 @@ checkpoint's marker is written, clients' episodes or an operator's request are d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import orjson
 
 from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.ledger.entries import LedgerEntry
-from tidegate.trainer.ledger.jsonl import AppendedFile, complete_lines, read_jsonl, remedy
+from tidegate.trainer.ledger.jsonl import (
+    AppendedFile,
+    complete_lines,
+    drop_torn_line,
+    nth_part,
+    parts,
+    read_jsonl,
+    remedy,
+)
+
+PART_BYTES = 64 << 20
+"""Size from which the next entry begins a new part."""
 
 
 class Ledger(AppendedFile):
     """Opens or continues the ledger at `path`. `position` is the `seq` of the next entry."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, part_bytes: int = PART_BYTES) -> None:
         self.path = path
         self.position = 0
         self.checksum = 0
         """CRC-32 of all entries so far."""
-        self._size = 0
+        self._part_bytes = part_bytes
+        self._number = max(1, len(parts(path)))
+        # An incomplete line was never acted upon: its decision did not take effect.
+        drop_torn_line(nth_part(path, self._number))
         for line in complete_lines(path):
             self.position += 1
             self.checksum = zlib.crc32(line, self.checksum)
-            self._size += len(line)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - owned until close()
-        # An incomplete line was never acted upon: its decision did not take effect.
-        self._file.truncate(self._size)
+        self._full: list[IO[bytes]] = []
+        """Complete parts that may not be on the disk yet."""
+        self._open()
+
+    def _open(self) -> None:
+        part = nth_part(self.path, self._number)
+        self._file = open(part, "ab", buffering=0)  # noqa: SIM115 - owned until close()
+        self._size = self._file.tell()
+
+    def close(self) -> None:
+        for file in (*self._full, self._file):
+            file.close()
 
     def record(self, entry: LedgerEntry) -> None:
         """Append an entry. Raises LedgerError if it cannot be written, for example to a full disk."""
@@ -63,6 +88,8 @@ class Ledger(AppendedFile):
 
     def _append(self, data: bytes) -> None:
         """Write a line, or nothing of it if an error occurs: the next entry begins a line."""
+        if self._size >= self._part_bytes:
+            self._begin_part()
         rest = data
         try:
             while rest:
@@ -72,20 +99,38 @@ class Ledger(AppendedFile):
             raise
         self._size += len(data)
 
+    def _begin_part(self) -> None:
+        complete = self._file
+        self._number += 1
+        try:
+            self._open()
+        except OSError:
+            self._number -= 1
+            raise
+        self._full.append(complete)
+
     async def durable(self) -> None:
         """Force all entries so far to disk. Raises LedgerError if that fails."""
-        handle = os.dup(self._file.fileno())
+        full = list(self._full)
+        handles = [os.dup(file.fileno()) for file in (*full, self._file)]
+        if full:  # the names of the new parts, too
+            handles.append(os.open(self.path.parent, os.O_RDONLY))
         try:
-            await asyncio.to_thread(_sync_and_close, handle)
+            await asyncio.to_thread(_sync_and_close, handles)
         except OSError as error:
             raise LedgerError(f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}") from error
+        for file in full:
+            if file in self._full:  # else another call has closed it
+                self._full.remove(file)
+                file.close()
 
 
-def _sync_and_close(handle: int) -> None:
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _sync_and_close(handles: Sequence[int]) -> None:
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.callback(os.close, handle)
+        for handle in handles:
+            os.fsync(handle)
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:

@@ -175,7 +175,7 @@ class FollowedRun:
 
     def silence(self) -> float | None:
         """Returns the seconds since the last write to metrics or ledger; None if neither exists."""
-        stats = (_stat(self._metrics_tail.path), _stat(self._ledger_tail.path))
+        stats = (_stat(self._metrics_tail.path), _stat(self._ledger_tail.part))
         times = [stat.st_mtime for stat in stats if stat is not None]
         return max(0.0, time.time() - max(times)) if times else None
 

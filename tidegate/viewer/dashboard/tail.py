@@ -9,11 +9,13 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from tidegate.trainer.ledger.jsonl import nth_part
+
 BLOCK = 1 << 22
 
 
 class Tail:
-    """Returns each JSON line of a growing file once.
+    """Returns each JSON line of a growing file once, also of its further parts.
 
     An incomplete last line is left for the next call. `broken` counts complete lines that are not JSON
     objects. `restarted` detects that the file was replaced or truncated.
@@ -21,29 +23,51 @@ class Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._begin()
+
+    def _begin(self) -> None:
         self.offset = 0
+        """Bytes read so far, of all parts."""
         self.broken = 0
+        self._number = 1
+        self._earlier = 0
+        """Bytes of the parts before the current one."""
         self._last = b""
+        """The last line that was read from the current part."""
+
+    @property
+    def part(self) -> Path:
+        """The part that is read."""
+        return nth_part(self.path, self._number)
 
     def restarted(self) -> bool:
         """Returns whether the file was replaced; if so, the next read starts at the beginning."""
         try:
-            with open(self.path, "rb") as file:
-                same = goes_on(file, self.offset, self._last)
+            with open(self.part, "rb") as file:
+                same = goes_on(file, self.offset - self._earlier, self._last)
         except FileNotFoundError:
             same = not self.offset
         if not same:
-            self.offset, self.broken, self._last = 0, 0, b""
+            self._begin()
         return not same
 
     def objects(self) -> Iterator[dict[str, Any]]:
         """Yields the objects appended since the last call."""
+        while True:
+            # Looked for first: nothing is appended to a part that is followed by another.
+            followed = nth_part(self.path, self._number + 1).exists()
+            yield from self._objects()
+            if not followed:
+                return
+            self._number, self._earlier, self._last = self._number + 1, self.offset, b""
+
+    def _objects(self) -> Iterator[dict[str, Any]]:
         try:
-            file = open(self.path, "rb")  # noqa: SIM115 - closed by the with below
+            file = open(self.part, "rb")  # noqa: SIM115 - closed by the with below
         except FileNotFoundError:
             return
         with file:
-            for _, line in whole_lines(file, self.offset):
+            for _, line in whole_lines(file, self.offset - self._earlier):
                 self.offset += len(line)
                 self._last = line
                 value = json_object(line)
