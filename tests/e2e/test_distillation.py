@@ -18,10 +18,13 @@ from tidegate.cli import main
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 MODEL = REPO / "examples" / "tiny_base" / "model"
-ALONE = ["--trainer.teacher.reward_weight=0", "--trainer.group_size=1", "--trainer.groups_per_batch=8"]
+ALONE = [
+    "--trainer.teacher.reward_weight=0", "--trainer.group_size=1", "--trainer.groups_per_batch=8",
+    "--trainer.curriculum.name=uniform",
+]  # fmt: skip
 
 
-@pytest.mark.timeout(300)  # a run with its processes, and evaluations
+@pytest.mark.slow
 def test_a_student_learns_from_a_teacher_alone_though_it_is_killed(tmp_path: Path) -> None:
     """The teacher is the student's own base model, so its logprobs are those of the first version."""
     run_dir = tmp_path / "distilled"

@@ -88,13 +88,14 @@ def same(parent: Path) -> None:
     assert [line["step"] for line in metrics(killed)] == list(range(11))
 
 
-def test_a_killed_and_resumed_fine_tuning_ends_with_the_same_weights(tmp_path: Path, chats: Path) -> None:
+def test_a_fine_tuning_evaluates_validates_and_saves_its_model(tmp_path: Path, chats: Path) -> None:
     ended = sft(tmp_path, "whole", chats)
     assert ended.returncode == 0, ended.stderr
     assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
-    points = ["metrics.line.after:6"]
-    assert killed_at(tmp_path, chats, points) == len(points)
-    same(tmp_path)
+    lines = metrics(tmp_path / "whole-sft")
+    assert [line["step"] for line in lines] == list(range(11))
+    assert [line["step"] for line in lines if "validation/loss" in line] == [0, 3, 6, 9, 10]
+    assert (tmp_path / "whole-sft/model/model.safetensors").exists()
 
 
 EVERYWHERE = [

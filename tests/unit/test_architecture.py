@@ -47,6 +47,7 @@ ALLOWED = {
         "evaluation.stats",
         "trainer.checkpoint.checkpoint",
         "trainer.ledger.entries",
+        "trainer.ledger.jsonl",
         "trainer.ledger.state",
         "trainer.ledger.versions",
     },

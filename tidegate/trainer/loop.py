@@ -49,6 +49,8 @@ class Loop:
     step: int = 0
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
+    committable: bool = True
+    """The weights are those after `step` steps, all of which the ledger has: a checkpoint may be written."""
 
     async def run(self) -> None:
         """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, or until `stop` is set
@@ -116,6 +118,7 @@ class Loop:
 
     async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
         """Take the batch's last optimiser step, record the step in the ledger, and add its metrics."""
+        self.committable = False
         await self._backward(parts[-1])
         update = await asyncio.to_thread(self.policy.optimizer_step)
         batch = Batch.of(parts)
@@ -127,12 +130,16 @@ class Loop:
         if self.skipped:
             await self._skip(batch)
             return
-        self.step += 1
-        await self.recorder.batch(batch, self.step)
-        metrics |= self.recorder.batch_metrics(batch, self.step) | update
-        await self.batches.stepped(batch, self.step)
+        step = self.step + 1
+        await self.recorder.batch(batch, step)
+        more = self.recorder.batch_metrics(batch, step) | update
+        self.batches.record_step(batch, step)
+        self.step, self.committable = step, True
+        metrics |= more
+        await self.batches.end_trained(batch, step)
 
     async def _skip(self, batch: Batch) -> None:
+        self.committable = True  # no weight has changed
         await self.batches.end_untrained(batch)
         if self.skipped >= MAX_SKIPPED_STEPS:
             raise TrainingError(

@@ -218,7 +218,13 @@ class Training:
         self.ledger.record(
             entry("run", "ended", step=step, version=self.admission.version, status=status, why=why)
         )
-        await self._checkpoint(step)
+        if self.loop.committable:
+            await self._checkpoint(step)
+        else:
+            self.observer.note(
+                f"step {step + 1} failed before it was recorded: no checkpoint is written, and --resume "
+                "continues from the newest one"
+            )
         if error is None:
             self.result.status, self.result.why = status, why
 

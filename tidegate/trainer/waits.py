@@ -22,12 +22,14 @@ async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T])
 
 
 async def run_to_completion(awaitable: Awaitable[T]) -> T:
-    """Await to the end even if the caller is cancelled meanwhile; then raise CancelledError."""
+    """Await to the end even if the caller is cancelled, however often; then raise CancelledError."""
     task = asyncio.ensure_future(awaitable)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if (error := task.exception()) is not None:
-            raise error from None
-        raise
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None or (not task.cancelled() and task.exception() is not None):
+        return task.result()
+    raise cancelled

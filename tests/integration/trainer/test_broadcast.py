@@ -194,6 +194,34 @@ async def test_files_that_cannot_be_written_after_sending_leave_the_version_befo
     assert (await stage.client.info())["weight_version"] == "5"
 
 
+@pytest.mark.parametrize("how", ["full disk", "cancelled"])
+async def test_an_engine_whose_transfer_failed_goes_on_though_the_files_cannot_be_written(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    publish, writing, may_end = publisher(stage, tmp_path), threading.Event(), threading.Event()
+    monkeypatch.setattr(sender, "checksum", lambda tensors: checksum(tensors) + 1)
+
+    def save(directory: Path, dtype: str) -> None:
+        writing.set()
+        assert may_end.wait(30)
+        if how == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    publish.writer.save_weights = save
+    publishing = asyncio.create_task(publish.publish(4))
+    assert await asyncio.to_thread(writing.wait, 30)
+    assert (await stage.client.info())["paused"] == "retract"
+    if how == "cancelled":
+        publishing.cancel()
+        await asyncio.sleep(0)
+        assert not publishing.done(), "the policy is still read"
+    may_end.set()
+    with pytest.raises((OSError, asyncio.CancelledError)):
+        await publishing
+    info = await stage.client.info()
+    assert (info["weight_version"], info["paused"]) == ("3", None)
+
+
 @pytest.mark.parametrize("fault", ["missing", "shape", "corrupt"])
 async def test_weights_that_arrive_incomplete_are_not_made_live(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, fault: str

@@ -136,6 +136,26 @@ async def test_a_step_has_its_line_also_where_the_run_ends_before_the_next(tmp_p
     assert hands.lines[1]["reward/mean"] == 0.5
 
 
+@pytest.mark.parametrize("fails", ["optimizer_step", "batch", "record_step"])
+async def test_weights_of_a_step_that_is_not_recorded_are_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    loop, hands, book = looped(tmp_path, steps=2)
+    assert loop.committable
+    hands.ready.set()
+
+    def fail(*_: Any) -> Any:
+        assert not loop.committable
+        raise OSError("no space left on device")
+
+    owner = {"optimizer_step": hands, "batch": loop.recorder, "record_step": loop.batches}[fails]
+    monkeypatch.setattr(type(owner), fails, fail)
+    with pytest.raises(OSError, match="no space"):
+        await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert (loop.step, loop.committable, hands.lines) == (0, False, [])
+    assert not [one for one in book if one.get("state") == "stepped"]
+
+
 async def test_a_step_has_its_line_even_if_the_gateway_cannot_be_reached(tmp_path: Path) -> None:
     loop, hands, book = looped(tmp_path, steps=3)
     hands.ready.set()

@@ -241,12 +241,15 @@ class Batcher:
             why = None if step is None else f"step {step}"
             await self.gateway.ack(self.admission.epoch, group.lease_id, state, why)
 
-    async def stepped(self, batch: Batch, step: int) -> None:
-        """Record the step in the ledger, then acknowledge the groups to the gateway."""
+    def record_step(self, batch: Batch, step: int) -> None:
+        """Record the step in the ledger."""
         self.admission.step(batch.selection, step)
         for group in batch.groups:
             self.tokens.record_used(group.trajectories)
             del self._groups[group.id]
+
+    async def end_trained(self, batch: Batch, step: int) -> None:
+        """Acknowledge a recorded step's groups to the gateway, and end those without an optimiser step."""
         for group in batch.groups:
             await self._ack(group, State.STEPPED, step)
         await self.end_untrained(batch, saved=True)

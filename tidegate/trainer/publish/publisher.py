@@ -29,6 +29,7 @@ from tidegate.service.backoff import backoff_s
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.version_writer import VERSION, VersionWriter
+from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
 from tidegate.weights.files import WeightsError
 
@@ -107,14 +108,15 @@ class Publisher:
 
     async def _write(self, write: Callable[[int], T], version: int) -> T:
         with failpoints.around("publish.weights"):
-            return await asyncio.to_thread(write, version)
+            # Not abandoned by a cancellation: the final checkpoint needs the policy, and all its ranks, too.
+            return await run_to_completion(asyncio.to_thread(write, version))
 
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
         weights = self.writer.directory / CANDIDATE.format(version)
         await self.durable()
         with failpoints.around("publish.weights"):
-            await asyncio.to_thread(self.writer.save, weights)
+            await run_to_completion(asyncio.to_thread(self.writer.save, weights))
         return weights
 
     async def load_candidate(self, urls: Sequence[str], weights: Path, version: int) -> bool:
@@ -147,7 +149,11 @@ class Publisher:
             skipped, loaded = await self._unresponsive(http), set[str]()
             if weights is None:
                 loaded = await self._send(http, version, skipped)
-                weights = await self._write(self.writer.write_full, version)
+                try:
+                    weights = await self._write(self.writer.write_full, version)
+                except BaseException:
+                    await self._go_back(http, skipped | loaded)
+                    raise
                 self._set_current(weights, version)
             else:
                 self._set_current(weights, version)
@@ -158,11 +164,17 @@ class Publisher:
         await self._set_service(updated, failed)
         await asyncio.to_thread(self._prune)
 
+    async def _go_back(self, http: aiohttp.ClientSession, others: set[str]) -> None:
+        """Load the current version on the engines but `others`: a failed transfer left them paused."""
+        engines = [EngineControl(url, http) for url in self.engines() if url not in others]
+        await asyncio.gather(*(self._load(engine, *self.current) for engine in engines))
+
     def _set_current(self, weights: Path, version: int) -> None:
-        self._earlier, self.current = self.current[0], (weights, version)
+        if version != self.current[1]:  # else all weights replace a refused difference
+            self._earlier = self.current[0]
+        self.current = (weights, version)
         if not delta_files.is_delta(weights):
             self.startable = self.current
-        self._earlier = self.current[0]
 
     async def update_all(self) -> None:
         """Load the current version's files on every engine, including external ones with unknown weights.
@@ -220,7 +232,7 @@ class Publisher:
         refused = [error for error in results if error is not None and not error.retryable]
         if refused:
             self.writer.on_refused(str(refused[0]))
-            full = await asyncio.to_thread(self.writer.write_full, version)
+            full = await run_to_completion(asyncio.to_thread(self.writer.write_full, version))
             self._set_current(full, version)
         elif engines:
             self.writer.on_loaded()

@@ -147,8 +147,14 @@ class TrajectoryFiles:
         await writer.run(lambda: _erase(filter(Path.exists, growing), names))
 
     def _closed(self) -> tuple[list[Path], list[Path]]:
-        """Return the files to which nothing is appended, and the others."""
+        """Return the files to which nothing is appended, and the others.
+
+        The newest step's file is among the others while it has no batch, also after a resume.
+        """
         growing = [*self._unleased.values(), *filter(None, [self._begun])]
+        newest = max(self.directory.glob("step_*.jsonl"), default=None)
+        if newest is not None and newest != self._begun and not _has_batch(newest):
+            growing.append(newest)
         closed = set(self.directory.glob("*.jsonl")).difference(growing)
         return [*closed, *self._discarded.glob("*.jsonl")], growing
 

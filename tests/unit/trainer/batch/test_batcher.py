@@ -74,7 +74,8 @@ async def test_groups_without_a_gradient_are_filtered_and_replaced() -> None:
     ended = [(one["id"], one["state"]) for one in book if one["kind"] == "group" and one["event"] == "ended"]
     assert ended == [("g1-000001", "filtered"), ("g1-000003", "filtered")]
     assert [outcome for _, outcome in gateway.acked] == ["filtered", "filtered"]
-    await batches.stepped(batch, 1)
+    batches.record_step(batch, 1)
+    await batches.end_trained(batch, 1)
     told = batches.tokens.metrics()
     assert (told["tokens/used_total"], told["tokens/wasted_filtered"], told["tokens/used_ratio"]) == (
         12,

@@ -295,7 +295,8 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     batch = await batches.next_batch()
     assert batch.selection.groups == ["b", "c"]
     assert to_wire(batch.groups[0].trajectories) == to_wire(kept.trajectories), "bit for bit"
-    await batches.stepped(batch, 2)
+    batches.record_step(batch, 2)
+    await batches.end_trained(batch, 2)
     assert gateway.acked == ["lease-c"], "`b` has no lease any more"
     assert opened.admission.group_counts["stepped"] == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
+from tidegate.types import Group
 
 
 @dataclass
@@ -124,3 +126,25 @@ async def test_a_group_that_waits_for_a_batch_is_withdrawn(files: TrajectoryFile
     following.withdraw = withdraw
     await following.poll()
     assert withdrawn == ["me.1"]
+
+
+async def test_the_next_steps_file_is_erased_by_its_writer_after_a_resume(files: TrajectoryFiles) -> None:
+    """Else the erasure and the step, which adds its batch to the file, could undo each other."""
+    closed = step_file(files, "step_000004.jsonl", "me.1")
+    for group in ("me.1", "me.2"):
+        trajectory = make_trajectory([make_turn(0, None, [1], [2])])
+        trajectory.group_id = group
+        files.drop(Group(group, "t", [trajectory]), State.STALE, 5)
+    threads: dict[str, bool] = {}
+    replace, main = Path.replace, FileWriter()
+
+    def noted(path: Path, target: Path) -> Path:
+        threads[target.name] = threading.current_thread().name.startswith("files")
+        return replace(path, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "replace", noted)
+        async with main as writer:
+            await TrajectoryFiles(files.directory.parent).erase({"me.1"}, writer)
+    assert (groups_in(closed), groups_in(files.directory / "step_000005.jsonl")) == ([], ["me.2"])
+    assert threads == {"step_000004.jsonl": False, "step_000005.jsonl": True}
