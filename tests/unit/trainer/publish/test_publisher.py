@@ -347,11 +347,3 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
     finally:
         await engine.stop()
     assert len(engine.requests) == 1
-
-
-async def test_the_version_before_the_current_one_keeps_its_files(stage: Stage) -> None:
-    """An engine that joins may still be reading them."""
-    for version in (1, 2, 3):
-        await stage.publisher.publish(version)
-    kept = sorted(path.name for path in stage.publisher.writer.directory.glob("v*"))
-    assert kept[-2:] == ["v000002", "v000003"]
