@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from starlette.testclient import TestClient
 
+from tests.unit.viewer.dashboard_client import Ask, asking, client_of
 from tests.unit.viewer.dashboard_run import EVIL, write_dashboard_run
 from tests.unit.viewer.service_run import ServiceWriter, write_many, write_service_run
-from tests.unit.viewer.test_dashboard_server import Ask, asking, client_of
 from tests.unit.viewer.test_report import report
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.ledger.entries import entry

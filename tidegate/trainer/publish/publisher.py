@@ -152,7 +152,7 @@ class Publisher:
                 try:
                     weights = await self._write(self.writer.write_full, version)
                 except BaseException:
-                    await self._go_back(http, skipped | loaded)
+                    await self._load_current(http, skipped | loaded)
                     raise
                 self._set_current(weights, version)
             else:
@@ -164,8 +164,8 @@ class Publisher:
         await self._set_service(updated, failed)
         await asyncio.to_thread(self._prune)
 
-    async def _go_back(self, http: aiohttp.ClientSession, others: set[str]) -> None:
-        """Load the current version on the engines but `others`: a failed transfer left them paused."""
+    async def _load_current(self, http: aiohttp.ClientSession, others: set[str]) -> None:
+        """Load the current version on all engines except `others`: a failed transfer has paused them."""
         engines = [EngineControl(url, http) for url in self.engines() if url not in others]
         await asyncio.gather(*(self._load(engine, *self.current) for engine in engines))
 
