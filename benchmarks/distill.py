@@ -101,7 +101,7 @@ def main() -> int:
                 seed, until, f"--trainer.teacher.path={arguments.teacher}",
                 f"--trainer.teacher.form={arguments.form}", "--trainer.teacher.reward_weight=0",
                 "--trainer.group_size=1", f"--trainer.groups_per_batch={arguments.groups}",
-                "--trainer.curriculum.name=uniform", f"--trainer.steps={arguments.steps}",
+                f"--trainer.steps={arguments.steps}",
             ],
         )  # fmt: skip
         distilled = measured(distilled_run, target)

@@ -18,10 +18,7 @@ from tidegate.cli import main
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 MODEL = REPO / "examples" / "tiny_base" / "model"
-ALONE = [
-    "--trainer.teacher.reward_weight=0", "--trainer.group_size=1", "--trainer.groups_per_batch=8",
-    "--trainer.curriculum.name=uniform",
-]  # fmt: skip
+ALONE = ["--trainer.teacher.reward_weight=0", "--trainer.group_size=1", "--trainer.groups_per_batch=8"]
 
 
 @pytest.mark.slow

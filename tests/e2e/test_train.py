@@ -52,7 +52,8 @@ def test_a_small_run_is_interrupted_goes_on_to_its_target_and_then_to_its_last_s
     check_best(run_dir)
 
     end = int(reached["step"]) + 2
-    with training(run_dir, "--resume", f"--trainer.steps={end}", "--eval.every=2") as run:
+    curriculum = "--trainer.curriculum.name=difficulty"
+    with training(run_dir, "--resume", f"--trainer.steps={end}", "--eval.every=2", curriculum) as run:
         assert run.wait() == 0, run.output()
     assert f"trainer.steps 1000 → {end}" in " ".join(run.output().split())
     assert "checkpoints/best" in "".join(run.output().split())
