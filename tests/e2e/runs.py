@@ -16,6 +16,7 @@ from typing import Any
 from tests import REPO
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import Audit
+from tidegate.trainer.ledger.ledger import read_ledger
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
 SMALL = [
@@ -130,6 +131,12 @@ def held(run_dir: Path) -> Audit:
     audit = audit_run(run_dir)
     assert audit.consistent, audit.findings
     return audit
+
+
+def ends(run_dir: Path) -> list[tuple[str, str | None]]:
+    """The status and the reason of each end of the run."""
+    entries = read_ledger(run_dir / "ledger.jsonl")
+    return [(one["status"], one["why"]) for one in entries if (one["kind"], one["event"]) == ("run", "ended")]
 
 
 def gone(pid: int, timeout: float = 60) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import ENVIRONMENT, REPO, TrainProcess, held, metrics, training
+from tests.e2e.runs import ENVIRONMENT, REPO, TrainProcess, ends, held, metrics, training
 from tests.fakes import FakeEngine, Fault
 from tests.waiting import announced
 from tidegate.gateway.client import ADMIN_KEY
@@ -110,3 +110,6 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_ends_the_run_befor
     assert f"engine {engine.url}: a sampled token lacks the version of the weights behind it" in said
     assert [line["step"] for line in metrics(tmp_path / "run")] == []
     assert len(engine.requests) == 1
+    ((status, why),) = ends(tmp_path / "run")
+    assert (status, "a sampled token lacks the version" in (why or "")) == ("failed", True)
+    held(tmp_path / "run")

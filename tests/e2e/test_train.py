@@ -13,7 +13,7 @@ import pytest
 
 from tests.documented import documented, unexplained
 from tests.e2e.nosy import check_secrecy, nosy
-from tests.e2e.runs import ENVIRONMENT, REPO, gone, held, metrics, training
+from tests.e2e.runs import ENVIRONMENT, REPO, ends, gone, held, metrics, training
 from tests.unprivileged import unprivileged
 from tidegate.program import advise_extra
 from tidegate.trainer.ledger.ledger import read_ledger
@@ -101,12 +101,6 @@ def every_key_is_documented_and_there(lines: list[dict[str, float]]) -> None:
         known |= {"step", "steps that publish"} if line["step"] else set()
         known |= {"eval"} if "eval/reward" in line else set()
         assert {key for key in when if when[key] in known} <= line.keys()
-
-
-def ends(run_dir: Path) -> list[tuple[str, str | None]]:
-    """The status and the reason of each end of the run."""
-    entries = read_ledger(run_dir / "ledger.jsonl")
-    return [(one["status"], one["why"]) for one in entries if (one["kind"], one["event"]) == ("run", "ended")]
 
 
 def check_best(run_dir: Path) -> None:

@@ -150,7 +150,6 @@ class Run:
             settings, start, self.environment, self.observer, self.credit, self.provider, processes, policy,
             ledger, resumed, self.stop, self.result, stack, teacher,
         )  # fmt: skip
-        await self._training.open(self._supervisor)
         return self._training
 
     def _live_weights(self) -> tuple[Path, int]:

@@ -170,7 +170,7 @@ class Training:
             self._roll_back_requested, start.step, stop,
         )  # fmt: skip
 
-    async def open(self, supervisor: TaskSupervisor) -> None:
+    async def _open(self, supervisor: TaskSupervisor) -> None:
         """Check the engines, give them the current weights if others own them, and start the watchers."""
         if self.settings.engine.urls:
             await self.publisher.update_all()
@@ -194,6 +194,7 @@ class Training:
     async def run(self, supervisor: TaskSupervisor) -> None:
         """Train, then cancel running groups, record the end, and commit."""
         try:
+            await self._open(supervisor)
             await supervisor.run(self._train(supervisor))
         except BaseException as error:
             await run_to_completion(self._end(error))
