@@ -235,7 +235,9 @@ class PromptBuilder:
         return call
 
     def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
-        return replace(request, template_options=self._renderer.used_options(request.template_options))
+        options = self._renderer.used_options(request.template_options)
+        # Usually all are read, and a copy of a frozen dataclass costs a hundredth of a turn.
+        return request if options == request.template_options else replace(request, template_options=options)
 
     def _split_at_quote(
         self, session: GatewaySession, request: TurnRequest, attachment: Attachment

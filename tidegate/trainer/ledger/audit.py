@@ -33,20 +33,29 @@ def audit_run(run_dir: Path) -> Audit:
 
 
 def _committed(run_dir: Path, check: LedgerCheck) -> int:
-    """Return the ledger's position in the newest checkpoint's marker; 0 if there is none."""
+    """Check that the ledger has the step of each checkpoint.
+
+    Returns the ledger's position in the newest checkpoint's marker; 0 if there is none.
+    """
     markers = {
         int(match[1]): path
         for path in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
         if (match := _STEP.fullmatch(path.parent.name))
     }
-    if not markers:
-        return 0
-    newest = markers[max(markers)]
-    try:
-        return int(json.loads(newest.read_text())["ledger"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        check.report(f"{newest} cannot be read ({error}); the committed steps are unknown")
-        return 0
+    position = 0
+    for step, path in sorted(markers.items()):
+        try:
+            position = int(json.loads(path.read_text())["ledger"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            check.report(f"{path} cannot be read ({error}); the steps committed by it are unknown")
+            position = 0
+            continue
+        if step > 0 and check.first_taken.get(step, position) >= position:
+            check.report(
+                f"checkpoint {path.parent.name} was committed at entry {position}, and the ledger has no "
+                f"step {step} before it"
+            )
+    return position
 
 
 def _json_lines(path: Path, check: LedgerCheck, *, grows: bool = False) -> Iterator[dict[str, Any]]:

@@ -62,6 +62,8 @@ class LedgerCheck:
         self.rules = AuditedRules.of(settings)
         self.batch_size: dict[int, int] = {}
         """Step → groups that it must have taken: `groups_per_batch` under its rules, less untrained ones."""
+        self.first_taken: dict[int, int] = {}
+        """Step → `seq` of the first entry that records it."""
         self.audit = Audit()
         self.groups: dict[str, AuditedItem] = {}
         self.attempts: dict[str, AuditedItem] = {}
@@ -216,6 +218,7 @@ class LedgerCheck:
 
     def _check_bound(self, line: LedgerEntry) -> None:
         oldest, staleness, bound = line["oldest"], line["staleness"], self.rules.max_staleness
+        self.first_taken.setdefault(line["step"], line["seq"])
         self.batch_size[line["step"]] = self.rules.groups_per_batch - line.get("untrained", 0)
         if oldest is None or staleness is None or line["version"] - oldest != staleness:
             self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")

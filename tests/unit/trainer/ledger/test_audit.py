@@ -353,9 +353,22 @@ def _damaged_marker(run_dir: Path) -> None:
     (run_dir / "checkpoints" / "step_2" / "COMMITTED").write_text("")
 
 
+def _committed_early(run_dir: Path) -> None:
+    """A checkpoint with a step that the ledger did not have at its position."""
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step_2").rename(checkpoints / "step_3")
+
+
+def _committed_unrecorded(run_dir: Path) -> None:
+    checkpoints = run_dir / "checkpoints"
+    (checkpoints / "step_2").rename(checkpoints / "step_7")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        (_committed_early, "checkpoint step_3 was committed at entry"),
+        (_committed_unrecorded, "the ledger has no step 7 before it"),
         (_cut_step, "step_000002.jsonl, line 4 is damaged"),
         (_lost_line, "with 2 attempts, and step_000002.jsonl has 1 of them"),
         (_lost_step, "with 2 attempts, and step_000002.jsonl has 0 of them"),
