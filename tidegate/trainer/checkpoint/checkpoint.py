@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import shutil
 import zlib
@@ -22,6 +21,7 @@ from typing import Any, Protocol
 
 from tidegate import failpoints
 from tidegate.errors import CheckpointError
+from tidegate.trainer.ledger.jsonl import sync
 from tidegate.weights import checksum
 
 MARKER = "COMMITTED"
@@ -141,15 +141,6 @@ def remove(path: Path) -> None:
     with failpoints.around("checkpoint.unmarked"):
         (path / MARKER).unlink()
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Sync a file, or a directory's entries, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def sync_tree(directory: Path) -> None:

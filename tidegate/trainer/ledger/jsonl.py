@@ -86,6 +86,15 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def sync(path: Path) -> None:
+    """Sync a file, or a directory's entries, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 class AppendedFile:
     """A file that is open for appending until `close` or the end of a `with` block."""
 

@@ -60,6 +60,8 @@ class Ledger(AppendedFile):
             self.checksum = zlib.crc32(line, self.checksum)
         self._full: list[IO[bytes]] = []
         """Complete parts that may not be on the disk yet."""
+        self._failure: str | None = None
+        """Why a sync failed: nothing is recorded after it."""
         self._open()
 
     def _open(self) -> None:
@@ -72,7 +74,12 @@ class Ledger(AppendedFile):
             file.close()
 
     def record(self, entry: LedgerEntry) -> None:
-        """Append an entry. Raises LedgerError if it cannot be written, for example to a full disk."""
+        """Append an entry.
+
+        Raises LedgerError if it cannot be written, for example to a full disk, and after a failed sync.
+        """
+        if self._failure is not None:
+            raise LedgerError(self._failure)
         line: LedgerEntry = {"seq": self.position, "time": round(time.time(), 3), **entry}
         data = orjson.dumps(line) + b"\n"
         try:
@@ -110,7 +117,9 @@ class Ledger(AppendedFile):
         self._full.append(complete)
 
     async def durable(self) -> None:
-        """Force all entries so far to disk. Raises LedgerError if that fails."""
+        """Force all entries so far to disk. Raises LedgerError if that fails, or failed before."""
+        if self._failure is not None:
+            raise LedgerError(self._failure)
         full = list(self._full)
         handles = [os.dup(file.fileno()) for file in (*full, self._file)]
         if full:  # the names of the new parts, too
@@ -118,7 +127,9 @@ class Ledger(AppendedFile):
         try:
             await asyncio.to_thread(_sync_and_close, handles)
         except OSError as error:
-            raise LedgerError(f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}") from error
+            # The system reports a failed sync once; a later one may pass although entries are lost.
+            self._failure = f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}"
+            raise LedgerError(self._failure) from error
         for file in full:
             if file in self._full:  # else another call has closed it
                 self._full.remove(file)

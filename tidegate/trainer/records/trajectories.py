@@ -26,7 +26,7 @@ from tidegate.errors import TidegateError
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.jsonl import drop_torn_line, naming
+from tidegate.trainer.ledger.jsonl import drop_torn_line, naming, sync
 from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan, fields_of
 
@@ -163,7 +163,9 @@ class TrajectoryFiles:
         part = self.directory / f"{name}.part"
         with failpoints.around(f"trajectories.{name.partition('_')[0]}"), naming(part):
             part.write_bytes(before + b"".join(map(_line, lines)))
+            sync(part)  # before its name: the loss of the machine must not leave a torn file of a step
             part.replace(self.directory / name)
+            sync(self.directory)
 
 
 def _dropped_lines(group: Group, state: State, *, untrained: bool) -> list[dict[str, Any]]:
@@ -193,6 +195,7 @@ def _erase(paths: Iterable[Path], groups: Collection[str]) -> None:
             part = path.with_name(f"{path.name}.part")
             with failpoints.around("trajectories.erased"), naming(part):
                 part.write_bytes(b"".join(line for line in lines if line not in erased))
+                sync(part)
                 part.replace(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -120,6 +121,28 @@ async def test_all_parts_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyP
         synced.clear()
         await ledger.durable()
         assert synced == [names[-1]]
+
+
+async def test_nothing_is_recorded_after_a_sync_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports it once: without this, the next sync would pass."""
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(handle: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        enter(ledger, 2)
+        with pytest.raises(LedgerError, match=r"cannot sync: Input/output error; .*--resume"):
+            await ledger.durable()
+        with pytest.raises(LedgerError, match="cannot sync"):
+            enter(ledger, 1)
+        with pytest.raises(LedgerError, match="cannot sync"):
+            await ledger.durable()
+    assert numbers(read_ledger(ledger.path)) == [0, 1]
 
 
 def test_a_part_that_cannot_be_begun_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

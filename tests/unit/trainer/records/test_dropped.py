@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,17 @@ def test_an_erased_group_is_not_written(files: TrajectoryFiles) -> None:
     files.erased.add("a")
     files.drop(group("a"), State.FILTERED, 1)
     assert not (files.directory / "step_000001.jsonl").exists()
+
+
+def test_a_step_is_on_the_disk_before_its_file_has_its_name(
+    files: TrajectoryFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = files.directory / "step_000001.jsonl"
+    synced: list[tuple[str, bool]] = []
+
+    def note(handle: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).name, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    files.batch(batch("trained"), 1)
+    assert synced == [("step_000001.jsonl.part", False), ("trajectories", True)]
