@@ -50,7 +50,8 @@ class Loop:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     skipped: int = 0
     committable: bool = True
-    """The weights are those after `step` steps, all of which the ledger has: a checkpoint may be written."""
+    """The weights are complete and those after `step` steps, all of which the ledger has: a checkpoint may be
+    written."""
 
     async def run(self) -> None:
         """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, or until `stop` is set

@@ -223,8 +223,8 @@ class Training:
             await self._checkpoint(step)
         else:
             self.observer.note(
-                f"step {step + 1} failed before it was recorded: no checkpoint is written, and --resume "
-                "continues from the newest one"
+                f"the weights are not those after step {step}, the last recorded one: no checkpoint is "
+                "written, and --resume continues from the newest one"
             )
         if error is None:
             self.result.status, self.result.why = status, why
@@ -339,12 +339,17 @@ class Training:
             await asyncio.sleep(STATE_S)
 
     async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
-        """Return the policy and its optimiser to a checkpoint, by default to that of the live version."""
+        """Return the policy and its optimiser to a checkpoint, by default to that of the live version.
+
+        A cancellation waits for the loading, and no checkpoint is written after it or after a failure.
+        """
         if step is None:
             step = self.promotion.live_step if self.promotion is not None else None
         checkpoint = checkpoints.read(checkpoints.committed(self.dir)[step or 0])
-        await asyncio.to_thread(checkpoints.load, checkpoint, self.policy)
+        self.loop.committable = False
+        await run_to_completion(asyncio.to_thread(checkpoints.load, checkpoint, self.policy))
         self._means.restore(checkpoint.state.get("baseline", {}))
+        self.loop.committable = True
         return checkpoint
 
     async def _checkpoint(self, step: int) -> None:

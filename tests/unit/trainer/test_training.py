@@ -1,0 +1,65 @@
+"""The return of the policy to an earlier checkpoint, when it is cancelled or fails."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.waiting import eventually
+from tidegate.errors import CheckpointError
+from tidegate.trainer.batch.running_means import RunningMeans
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.training import Training
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a roll-back reads of a run whose version of step 3 is live."""
+    checkpoint = checkpoints.Checkpoint(tmp_path, 3, {})
+    monkeypatch.setattr(checkpoints, "committed", lambda run_dir: {3: tmp_path})
+    monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
+    loop, live = SimpleNamespace(committable=True), SimpleNamespace(live_step=3)
+    return SimpleNamespace(dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans())
+
+
+async def test_a_cancelled_return_to_a_checkpoint_ends_with_its_loading_and_commits_nothing(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, release, loaded = threading.Event(), threading.Event(), threading.Event()
+
+    def load(checkpoint: checkpoints.Checkpoint, policy: object) -> None:
+        begun.set()
+        release.wait(30)
+        loaded.set()
+
+    monkeypatch.setattr(checkpoints, "load", load)
+    returning = asyncio.create_task(Training._restore(run))
+    await eventually(begun.is_set)
+    returning.cancel()
+    done, _ = await asyncio.wait([returning], timeout=0.1)
+    assert not done, "the thread still writes the policy"
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await returning
+    assert loaded.is_set()
+    assert not run.loop.committable
+
+
+async def test_a_return_to_a_checkpoint_commits_only_if_all_of_it_was_loaded(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(checkpoint: checkpoints.Checkpoint, policy: object) -> None:
+        raise CheckpointError("a file is damaged")
+
+    monkeypatch.setattr(checkpoints, "load", fail)
+    with pytest.raises(CheckpointError):
+        await Training._restore(run)
+    assert not run.loop.committable
+    monkeypatch.setattr(checkpoints, "load", lambda checkpoint, policy: None)
+    assert (await Training._restore(run)).step == 3
+    assert run.loop.committable
