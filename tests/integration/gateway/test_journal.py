@@ -181,6 +181,21 @@ async def test_turns_of_finished_sessions_are_read_at_their_first_use(
         assert [essence(one) for one in group.trajectories] == [before["listed"]]
 
 
+async def test_a_group_whose_turns_are_damaged_is_refused_with_its_session(
+    stage: Stage, model: Path, tmp_path: Path
+) -> None:
+    access = await stage.client.open_session(task=TASK, group_id="g", slot=0)
+    await talk(stage, access, 2)
+    await stage.client.finish(access.session_id, reward=0.5)
+    await stage.client.seal_group("g", "t1", [access.session_id])
+    journal = killed(tmp_path)
+    with contextlib.closing(sqlite3.connect(journal / FILE)) as connection, connection:
+        connection.execute("UPDATE packs SET turns = substr(turns, 1, length(turns) - 9)")
+    async with staged(model, journal=journal) as later:
+        with pytest.raises(GatewayError, match=rf"session {access.session_id} in the journal are damaged"):
+            await later.client.lease(1, 1)
+
+
 async def test_turns_of_closed_sessions_are_packed_and_leave_the_files(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

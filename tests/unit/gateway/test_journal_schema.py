@@ -54,9 +54,9 @@ def test_every_field_of_a_turn_comes_back() -> None:
     database = sqlite3.connect(":memory:")
     database.executescript(turns.TABLES)
     database.execute(turns.INSERT, turns.row(7, node))
-    rows = turns.nodes(turns.read(database)[7])
+    rows = turns.nodes("s", turns.read(database)[7])
     turns.pack(database, 7)
-    for nodes in (rows, turns.nodes(turns.read(database)[7])):
+    for nodes in (rows, turns.nodes("s", turns.read(database)[7])):
         assert [before.turn.finish_reason for before in nodes[:-1]] == ["lost"] * 5
         check_node(nodes[5], node)
     database.close()
@@ -84,11 +84,11 @@ def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> 
                 turns.pack(database, 4)
         rows = [data for (data,) in database.execute("SELECT node FROM turns")]
         assert [b"a text of the first turn" in data for data in rows] == [True, False], "only in its own turn"
-        before = turns.nodes(turns.read(database)[4])
+        before = turns.nodes("s", turns.read(database)[4])
         turns.pack(database, 4)
         turns.pack(database, 4)  # again, as after a failed finish
         assert database.execute("SELECT count(*) FROM turns").fetchall() == [(0,)]
-        after = turns.nodes(turns.read(database)[4], 4)
+        after = turns.nodes("s", turns.read(database)[4], 4)
     assert [node.turn.parse for node in before] == ["malformed", "ok", "ok"]
     assert to_wire(after[:3]) == to_wire(before)
     assert [node.turn.finish_reason for node in after[3:]] == ["lost"]

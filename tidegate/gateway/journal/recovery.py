@@ -102,7 +102,7 @@ def _session(
     )
     session.tool_calls = tool_calls
     if ending is None:
-        nodes = turns.nodes(stored)
+        nodes = turns.nodes(session.id, stored)
         for index in sent:
             if index < len(nodes):
                 nodes[index].turn.delivered = True
@@ -115,7 +115,7 @@ def _session(
     session.ending = schema.read_ending(ending, offset)
     session.closed = "it was finished"
     if result is None:
-        session.tree = _closed_tree(stored, delivered)
+        session.tree = _closed_tree(session.id, stored, delivered)
     else:
         session.forget_at = forget_at + offset
         session.ended.set()
@@ -124,8 +124,8 @@ def _session(
     return session
 
 
-def _closed_tree(stored: list[bytes], delivered: bytes) -> TurnTree:
-    nodes = turns.nodes(stored, len(delivered))
+def _closed_tree(session_id: str, stored: list[bytes], delivered: bytes) -> TurnTree:
+    nodes = turns.nodes(session_id, stored, len(delivered))
     for node, went_out in zip(nodes, delivered, strict=True):
         node.turn.delivered = bool(went_out)
     return TurnTree.restored(nodes, closed=True)
@@ -134,7 +134,7 @@ def _closed_tree(stored: list[bytes], delivered: bytes) -> TurnTree:
 def _read_back(session: GatewaySession, stored: list[bytes], delivered: bytes, result: str) -> None:
     """Set the tree and the trajectory of a finished session."""
     assert session.ending is not None, "it is finished"
-    session.tree = _closed_tree(stored, delivered)
+    session.tree = _closed_tree(session.id, stored, delivered)
     trajectory = trajectory_of(session, session.ending)
     schema.restore_result(result, trajectory)
     session.trajectory, session.read_back = trajectory, None

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 
+from tidegate.errors import GatewayError
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Message, Turn, array_bytes, element_type
 
@@ -94,12 +95,23 @@ def read(connection: sqlite3.Connection) -> dict[int, list[bytes]]:
     return sessions
 
 
-def nodes(stored: Sequence[bytes], least: int = 0) -> list[TurnNode]:
-    """Returns the turns of a session in order, at least `least`; a missing one is `lost`."""
+def nodes(session: str, stored: Sequence[bytes], least: int = 0) -> list[TurnNode]:
+    """Returns the turns of a session in order, at least `least`; a missing one is `lost`.
+
+    Raises GatewayError if they are damaged.
+    """
     found: list[TurnNode] = []
-    for data in stored:
-        for turn, node in _decode(data):
-            _add(found, turn, node)
+    try:
+        for data in stored:
+            for turn, node in _decode(data):
+                _add(found, turn, node)
+    except (zstandard.ZstdError, msgspec.MsgspecError, ValueError) as error:
+        raise GatewayError(
+            f"the turns of session {session} in the journal are damaged ({error}), so its group cannot be "
+            "trained on. Restore the journal, or remove its directory and continue with --resume, which "
+            "issues the groups again",
+            status=500,
+        ) from error
     found += map(lost, range(len(found), least))
     return found
 
