@@ -1,16 +1,16 @@
-"""Measures held-out reward on the demo's problems after equal numbers of tokens, by staleness and loss.
+"""Measures held-out reward on a demo's tasks after equal numbers of tokens, by staleness and loss.
 
 Staleness is fixed: each step's batch is sampled from the weights of exactly that many steps earlier (the
 first batches from the initial weights), and with `none` all batches from the initial weights. Policy, credit
-and losses are those of a run; the solver's loop over plain `generate` replaces agents, gateway and engines,
-so that the result does not depend on the machine's speed. A cell (one loss, one staleness, one seed) ends
-once it has trained on `--tokens` tokens.
+and losses are those of a run; the agent's loop over plain `generate` replaces agents, gateway and engines
+(and the retrieval server of the search demo), so that the result does not depend on the machine's speed. A
+cell (one loss, one staleness, one seed) ends once it has trained on `--tokens` tokens.
 
 A cell already measured with the same settings is not measured again, so the table can be filled in pieces,
 also by several processes with different seeds.
 
-    python benchmarks/staleness.py [--json] [--losses dapo dppo:divergence=kl] [--staleness 0 2 8]
-                                   [--seeds 0 1 2] [--tokens 24000] [--out DIR]
+    python benchmarks/staleness.py [--json] [--demo arithmetic|search] [--losses dapo dppo:divergence=kl]
+                                   [--staleness 0 2 8] [--seeds 0 1 2] [--tokens 24000] [--out DIR]
 
 A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`. `--losses` without
 values lists the default ones.
@@ -24,8 +24,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,13 @@ import torch
 from common import Check, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tidegate.agents.search_tools import tool_definitions
 from tidegate.agents.solver import TOOLS
 from tidegate.config import TrainerSettings
 from tidegate.envs.arithmetic import Arithmetic
+from tidegate.envs.base import Environment
+from tidegate.envs.search.search_qa import SearchQA
+from tidegate.envs.search.synthetic_world import SyntheticWorld, make_world
 from tidegate.evaluation.stats import student
 from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
@@ -44,8 +49,7 @@ from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
 
-TINY_BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
-BASE = TINY_BASE / "model"
+ROOT = Path(__file__).parents[1]
 LOSSES = (
     *(name for name in BY_NAME if name != "custom"),
     "dppo:divergence=kl", "dapo:dual_clip=3", "dapo:sequence_mask=0.05", "truncated_is:ess_scaling=true",
@@ -53,9 +57,7 @@ LOSSES = (
 BOUNDS = ("0", "1", "2", "4", "8", "none")
 DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_staleness)
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
-"""Groups per batch, half of the demo's."""
 HELD_OUT = 200
-MAX_TURNS, MAX_TOKENS = 4, 48
 FIGURES = ("ess", "clip_fraction", "lag_kl")
 Weights = dict[str, torch.Tensor]
 
@@ -85,15 +87,54 @@ def loss_name(text: str) -> str:
 
 
 @dataclass(frozen=True)
+class Demo:
+    """Model, tasks and tool of one demo.
+
+    Args:
+        base: Directory of the base model.
+        result_of: Tool result for a reply, or None if the reply calls no tool.
+    """
+
+    base: Path
+    environment: Environment
+    tools: Sequence[Any]
+    result_of: Callable[[str], str | None]
+    max_turns: int
+    max_tokens: int
+
+
+def arithmetic_demo() -> Demo:
+    from examples.tiny_base import evaluate
+
+    base = ROOT / "examples" / "tiny_base" / "model"
+    return Demo(base, Arithmetic(), TOOLS, evaluate.answer_to_call, max_turns=4, max_tokens=48)
+
+
+def search_demo() -> Demo:
+    """The search demo; its corpus has the passages of both worlds, as in a run."""
+    from examples.search_base import evaluate
+
+    world = SyntheticWorld(make_world(0, "train").facts + make_world(0, "held_out").facts)
+    base = ROOT / "examples" / "search_base" / "model"
+    find = partial(evaluate.search_result, world)
+    return Demo(base, SearchQA(), tool_definitions(open=False), find, max_turns=5, max_tokens=40)
+
+
+DEMOS = {"arithmetic": arithmetic_demo, "search": search_demo}
+
+
+@dataclass(frozen=True)
 class Cell:
     bound: str
     loss: str
     seed: int
+    demo: str = "arithmetic"
 
     def path(self, directory: Path, tokens: int) -> Path:
         """File of its result."""
         loss = self.loss.replace(":", "-").replace(",", "-")
-        return directory / f"{self.bound}-{loss}-{tokens}-{self.seed}.json"
+        demo = "" if self.demo == "arithmetic" else f"{self.demo}-"
+        return directory / f"{demo}{self.bound}-{loss}-{tokens}-{self.seed}.json"
 
     def sampled_at(self, step: int) -> int:
         """The version from which the batch of the 0-based `step` is sampled."""
@@ -101,17 +142,13 @@ class Cell:
 
 
 class Sampler:
-    """Runs the solver's loop over batches, without a gateway."""
+    """Runs the agent's loop over batches, without a gateway."""
 
-    def __init__(self) -> None:
-        # The loop of the base model's evaluation, and the package `examples`.
-        sys.path += [str(TINY_BASE), str(TINY_BASE.parents[1])]
-        from evaluate import answer_to_call
-
-        self.answer_to_call = answer_to_call
-        self.environment = Arithmetic()
-        self.tokenizer = AutoTokenizer.from_pretrained(BASE)
-        self.model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    def __init__(self, demo: str) -> None:
+        self.demo = DEMOS[demo]()
+        self.environment = self.demo.environment
+        self.tokenizer = AutoTokenizer.from_pretrained(self.demo.base)
+        self.model = AutoModelForCausalLM.from_pretrained(self.demo.base, dtype=torch.float32)
 
     def groups(self, step: int, weights: Weights, version: int) -> list[Group]:
         """A batch of groups on the training tasks of this step."""
@@ -134,17 +171,17 @@ class Sampler:
 
     def episodes(self, tasks: Sequence[Task], version: int) -> list[Trajectory]:
         """One episode per task, with the logprobs of the sampled tokens."""
-        how = {"tools": TOOLS, "add_generation_prompt": True, "return_dict": False}
+        how = {"tools": list(self.demo.tools), "add_generation_prompt": True, "return_dict": False}
         prompts = [self.tokenizer.apply_chat_template(list(task.messages), **how) for task in tasks]
         asked, texts = list(prompts), [""] * len(tasks)
         turns: list[list[Turn]] = [[] for _ in tasks]
         live = list(range(len(tasks)))
-        for _ in range(MAX_TURNS):
+        for _ in range(self.demo.max_turns):
             still = []
             for one, (ids, logprobs) in zip(live, self._replies([prompts[n] for n in live]), strict=True):
                 turns[one].append(_turn(len(turns[one]), asked[one], ids, logprobs, version))
                 texts[one] = self.tokenizer.decode([token for token in ids if token != self._end])
-                result = self.answer_to_call(texts[one]) if ids[-1] == self._end else None
+                result = self.demo.result_of(texts[one]) if ids[-1] == self._end else None
                 if result is not None:
                     asked[one] = self.tokenizer.encode(
                         f"\n<|im_start|>user\n<tool_response>\n{result}\n</tool_response><|im_end|>\n"
@@ -173,8 +210,8 @@ class Sampler:
         mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
         with torch.inference_mode():
             out = self.model.generate(
-                ids_bt, attention_mask=mask_bt, max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0,
-                top_k=0, top_p=1.0, return_dict_in_generate=True, output_logits=True,
+                ids_bt, attention_mask=mask_bt, max_new_tokens=self.demo.max_tokens, do_sample=True,
+                temperature=1.0, top_k=0, top_p=1.0, return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
         sampled_bt = out.sequences[:, longest:]
         logprobs_bt = torch.log_softmax(torch.stack(out.logits, dim=1).float(), dim=-1)
@@ -199,7 +236,8 @@ def measure(cell: Cell, tokens: int) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(cell.seed)
     settings = settings_of(cell.loss)
-    sampler, credit, policy = Sampler(), BaselineCredit(settings), Policy.load(BASE, settings, cell.seed)
+    sampler, credit = Sampler(cell.demo), BaselineCredit(settings)
+    policy = Policy.load(sampler.demo.base, settings, cell.seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0
     while trained < tokens:
         step = len(lines)
@@ -229,10 +267,10 @@ def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def untrained(seed: int) -> float:
+def untrained(seed: int, demo: str) -> float:
     """Mean sampled reward of the base model over the held-out tasks."""
     torch.manual_seed(seed)
-    sampler = Sampler()
+    sampler = Sampler(demo)
     return sampler.reward({name: value.clone() for name, value in sampler.model.state_dict().items()})
 
 
@@ -331,6 +369,7 @@ def checks_of(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser.add_argument("--demo", choices=DEMOS, default="arithmetic", help="default: arithmetic")
     parser.add_argument("--losses", nargs="*", type=loss_name, default=LOSSES, help="default: all")
     parser.add_argument("--staleness", nargs="+", choices=BOUNDS, default=BOUNDS, help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
@@ -343,14 +382,15 @@ def main() -> int:
         print("\n".join(LOSSES))
         return 0
     torch.set_num_threads(1)
+    sys.path.append(str(ROOT))  # the package `examples`
     product = itertools.product(arguments.seeds, arguments.staleness, arguments.losses)
     cells = {
         cell: found_or_measured(cell, arguments.tokens, arguments.out)
-        for cell in (Cell(bound, loss, seed) for seed, bound, loss in product)
+        for cell in (Cell(bound, loss, seed, arguments.demo) for seed, bound, loss in product)
     }
-    before = float(np.mean([untrained(seed) for seed in arguments.seeds]))
+    before = float(np.mean([untrained(seed, arguments.demo) for seed in arguments.seeds]))
     rows = [
-        summary(bound, loss, [cells[Cell(bound, loss, seed)] for seed in arguments.seeds])
+        summary(bound, loss, [cells[Cell(bound, loss, seed, arguments.demo)] for seed in arguments.seeds])
         for bound, loss in itertools.product(arguments.staleness, arguments.losses)
     ]
     print(table(rows))

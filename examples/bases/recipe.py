@@ -133,8 +133,9 @@ def fit(
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for stepped in (*optimizers, *schedules):
-            stepped.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         if step % log_every == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
     model.eval()
