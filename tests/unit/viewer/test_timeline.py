@@ -19,7 +19,7 @@ from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard import timeline
 from tidegate.viewer.dashboard.app import create_app
 from tidegate.viewer.dashboard.run import FollowedRun
-from tidegate.viewer.dashboard.timeline import BINS, concurrency
+from tidegate.viewer.dashboard.timeline import BINS, calls_of, concurrency
 
 START = 1_700_000_000.0
 
@@ -114,6 +114,23 @@ def test_publishes_and_episodes_of_the_window(client: TestClient) -> None:
         [10, 10.5, None, "rewards", "rewards"],
     ]  # fmt: skip
     assert found["omitted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("published", "expected"),
+    [
+        ({2: 13.0, 4: 17.0}, [(10, 13, 1), (13, 17, 2), (17, 20, 4)]),
+        ({2: 13.0}, [(10, 13, 1), (13, 20, 4)]),  # 4 has no time: none for 2, whose end it would be
+        ({2: 9.0, 4: 99.0}, [(10, 20, 2), (20, 20, 4)]),  # clocks differ: nothing outside the call
+        ({}, [(10, 20, 4)]),
+    ],
+)
+def test_a_call_changes_its_version_at_a_publish(
+    published: dict[int, float], expected: list[tuple[float, float, int]]
+) -> None:
+    turn = {"started": 10.0, "seconds": 10.0, "version_spans": [[1, 0, 2], [2, 2, 3], [4, 3, 5]]}
+    calls = calls_of({"turns": [turn]}, published)
+    assert [(call.start, call.end, call.version) for call in calls] == expected
 
 
 def test_the_load_adds_up_to_the_episodes_that_run(client: TestClient) -> None:

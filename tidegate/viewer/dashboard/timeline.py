@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -36,12 +37,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class TimedCall:
-    """A call of an engine, a tool or the rewards, in Unix seconds.
+    """A call of an engine, a tool or the rewards, in Unix seconds. One across a publish has two parts.
 
     Attributes:
         start: Start.
         end: End.
-        version: Version of the last token that an engine sampled; None if unknown, and for other calls.
+        version: Version whose tokens an engine sampled meanwhile; None if unknown, and for other calls.
         part: What was called.
         name: Name of the tool, or `rewards`; empty for an engine.
     """
@@ -97,7 +98,8 @@ def timeline(run: FollowedRun, step: Number | None = None, span: Span = 3) -> di
     window = (shown[0]["time"] - shown[0]["time/step"], shown[-1]["time"])
     numbers = range(int(shown[0]["step"]), int(shown[-1]["step"]) + LATER_STEPS + 1)
     steps = [number for number in run.records.numbers("step") if number in numbers]
-    episodes, omitted = _episodes(run, shown, steps, window)
+    published = {line["version"]: line["time"] for line in publishes if "time" in line}
+    episodes, omitted = _episodes(run, shown, steps, window, published)
     return {
         "step": int(shown[-1]["step"]),
         "first": int(shown[0]["step"]),
@@ -130,7 +132,11 @@ def _phases(row: Row, origin: float) -> Iterator[dict[str, Any]]:
 
 
 def _episodes(
-    run: FollowedRun, shown: Sequence[Row], steps: Sequence[int], window: Interval
+    run: FollowedRun,
+    shown: Sequence[Row],
+    steps: Sequence[int],
+    window: Interval,
+    published: Mapping[int, float],
 ) -> tuple[list[TimedEpisode], int]:
     """Returns the episodes with a call in the window, and the number of those that were not read."""
     first, last = int(shown[0]["step"]), int(shown[-1]["step"])
@@ -149,7 +155,8 @@ def _episodes(
                 omitted += 1
                 continue
             read, size = read + 1, size + summary.length
-            episode = TimedEpisode(kind, number, summary, list(calls_of(file.read(summary.line))))
+            calls = list(calls_of(file.read(summary.line), published))
+            episode = TimedEpisode(kind, number, summary, calls)
             if episode.calls and episode.start < window[1] and episode.end > window[0]:
                 found.append(episode)
     return found, omitted
@@ -162,13 +169,17 @@ def _within(episode: EpisodeSummary, window: Interval) -> bool:
     return episode.started < window[1] and episode.started + (episode.seconds or 0.0) + 60.0 > window[0]
 
 
-def calls_of(record: Mapping[str, Any]) -> Iterator[TimedCall]:
-    """Yields the calls of a record that have times: of engines, the environment's tools, and rewards."""
+def calls_of(record: Mapping[str, Any], published: Mapping[int, float]) -> Iterator[TimedCall]:
+    """Yields the calls of a record that have times: of engines, the environment's tools, and rewards.
+
+    Args:
+        record: A line of `trajectories/`.
+        published: Version → time at which its publish began.
+    """
     for turn in mappings(record.get("turns")):
         start, seconds = known(turn.get("started")), known(turn.get("seconds"))
         if start and seconds is not None:
-            versions = [version for version, _, _ in spans_of(turn)]
-            yield TimedCall(start, start + seconds, versions[-1] if versions else None, "engine", "")
+            yield from _engine_call(start, start + seconds, [span[0] for span in spans_of(turn)], published)
     for call in mappings(record.get("tool_calls")):
         start, seconds = known(call.get("started")), known(call.get("seconds"))
         if start and seconds is not None:
@@ -176,6 +187,18 @@ def calls_of(record: Mapping[str, Any]) -> Iterator[TimedCall]:
     start, seconds = known(record.get("reward_started")), known(record.get("reward_seconds"))
     if start and seconds is not None:
         yield TimedCall(start, start + seconds, None, "rewards", "rewards")
+
+
+def _engine_call(
+    start: float, end: float, versions: Sequence[int], published: Mapping[int, float]
+) -> Iterator[TimedCall]:
+    """Yields a call in parts: each version's tokens are sampled from its publish on."""
+    for version, following in itertools.pairwise(versions):
+        until = min(end, max(start, published.get(following, start)))
+        if until > start:
+            yield TimedCall(start, until, version, "engine", "")
+        start = until
+    yield TimedCall(start, end, versions[-1] if versions else None, "engine", "")
 
 
 def _load(episodes: Sequence[TimedEpisode], window: Interval) -> list[dict[str, Any]]:
