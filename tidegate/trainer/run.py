@@ -13,19 +13,20 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import Environment
-from tidegate.errors import ConfigError, StorageError, TidegateError
+from tidegate.errors import ConfigError, LedgerError, StorageError, TidegateError
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
+from tidegate.trainer.end import record_failed_start
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
 from tidegate.trainer.ledger.jsonl import DISK_FULL, remedy
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.processes.launcher import start_processes
+from tidegate.trainer.processes.launcher import Processes, start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
@@ -37,6 +38,7 @@ from tidegate.trainer.resume import ResumedRun, take_over
 from tidegate.trainer.start import Start, base_model
 from tidegate.trainer.teacher.start import start_teacher
 from tidegate.trainer.training import Training
+from tidegate.trainer.waits import run_to_completion
 
 MOST_NAMED = 5
 """Quarantined tasks that a message names."""
@@ -138,19 +140,36 @@ class Run:
         )
         policy = await loading
         ledger = stack.enter_context(await asyncio.to_thread(Ledger, self.dir / "ledger.jsonl"))
+        try:
+            resumed = await self._continue(ledger, processes, changed)
+            self._training = Training(
+                settings, start, self.environment, self.observer, self.credit, self.provider, processes,
+                policy, ledger, resumed, self.stop, self.result, stack, teacher,
+            )  # fmt: skip
+        except BaseException as error:
+            await run_to_completion(self._record_failure(ledger, error))
+            raise
+        return self._training
+
+    async def _continue(self, ledger: Ledger, processes: Processes, changed: str) -> ResumedRun:
+        """Continue the ledger with a new epoch, and report what a resume takes over."""
+        start = self.start
         # Before the ledger records that those steps are lost: an audit may compare the two at any time.
         await asyncio.to_thread(_truncate_metrics, self.dir, start.step)
         resumed = await take_over(
-            start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, Rules.of(settings)
+            start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, Rules.of(self.settings)
         )
         await ledger.durable()
         if start.past.epoch:
             await self._report_resume(resumed, changed)
-        self._training = Training(
-            settings, start, self.environment, self.observer, self.credit, self.provider, processes, policy,
-            ledger, resumed, self.stop, self.result, stack, teacher,
-        )  # fmt: skip
-        return self._training
+        return resumed
+
+    async def _record_failure(self, ledger: Ledger, error: BaseException) -> None:
+        """Record why the run failed before training began. The error itself is raised by the caller."""
+        try:
+            await record_failed_start(ledger, self.start, error)
+        except (LedgerError, OSError) as failure:
+            self.observer.note(f"the end of the run is not in the ledger: {failure}")
 
     def _live_weights(self) -> tuple[Path, int]:
         """Return the weights that engines should serve now, and their version."""

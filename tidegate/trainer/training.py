@@ -11,13 +11,13 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.errors import TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.end import how_failed
 from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
@@ -231,10 +231,8 @@ class Training:
 
     async def _how_ended(self, error: BaseException | None) -> tuple[str, str | None]:
         """Return the run's status, and the reason if it failed or reached `trainer.until`."""
-        if isinstance(error, asyncio.CancelledError):
-            return "interrupted", None
         if error is not None:
-            return "failed", str(error) if isinstance(error, TidegateError) else repr(error)
+            return how_failed(error)
         trainer, step = self.settings.trainer, self.loop.step
         why = await asyncio.to_thread(reached, self.dir, trainer, step)
         return "completed" if step >= trainer.steps or why else "interrupted", why

@@ -76,6 +76,8 @@ class LedgerCheck:
         """Version → `seq` of the entry since which its tokens may not be trained on."""
         self.erased: set[str] = set()
         self.expected_seq = 0
+        self.epoch = 0
+        """Number of the newest start."""
         self.finished = False
         self.paused = False
         """Whether an outage pauses the run."""
@@ -103,6 +105,7 @@ class LedgerCheck:
     def _run(self, line: LedgerEntry) -> None:
         event = line["event"]
         if event == "started":
+            self.epoch = line.get("epoch", self.epoch)
             self.finished = self.paused = False
             if "rules" in line:
                 self.rules = AuditedRules(**line["rules"])
@@ -122,7 +125,8 @@ class LedgerCheck:
             if line.get("candidate"):
                 self.candidates.add(line["version"])
         elif event == "ended":
-            self.finished = True
+            # A start that failed before its own entry leaves the groups to the next one.
+            self.finished |= line.get("epoch", self.epoch) == self.epoch
         elif event in ("paused", "resumed"):
             self.paused = event == "paused"
             self.last_resumed = line["seq"] if event == "resumed" else self.last_resumed
