@@ -3,8 +3,9 @@
 First the trainer is killed (`kill -9`) once before and once after each kind of its durable writes, and is
 resumed each time; the gateway is killed before, within and after each kind of its own. Then `--kills` random
 kills follow, of trainer, agent process, gateway, engine, environment service and its worker. Finally the run
-continues to its end. Some tasks always raise, so that failures are written too. `lineage.py`, which shares no
-code with the writers, then reads the fate of every episode from ledger, trajectories and checkpoints.
+continues to its end. Some tasks always raise, so that failures are written too. After each exit of the
+trainer an audit must find nothing. `lineage.py`, which shares no code with the writers, then reads the fate
+of every episode from ledger, trajectories and checkpoints.
 
 With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`).
 
@@ -90,6 +91,8 @@ class Chaos:
     killed: Counter[str] = field(default_factory=Counter)
     unreached: list[str] = field(default_factory=list)
     """Failpoints skipped because the run did not reach them for a while."""
+    findings: list[str] = field(default_factory=list)
+    """Findings of the audits after each exit of the trainer."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -129,7 +132,7 @@ class Chaos:
         self.starts += 1
 
     def ended(self, within_s: float) -> bool:
-        """Whether the trainer process exits within the time; if so, its exit is counted."""
+        """Whether the trainer exits within the time; if so, its exit is counted and the run is audited."""
         assert self.process is not None
         try:
             code = self.process.wait(max(0.0, within_s))
@@ -137,6 +140,10 @@ class Chaos:
             return False
         self.exits[code] += 1
         self.process = None
+        if (self.run_dir / "ledger.jsonl").exists():
+            for finding in audit_run(self.run_dir).findings:
+                self.findings.append(finding)
+                print(f"after start {self.starts}, exit code {code}: {finding}", file=sys.stderr)
         if code == 0:
             self.steps += 4  # the run completed before the last kill
         return True
@@ -163,6 +170,7 @@ class Chaos:
             return
         known = json.loads(self._state.read_text())
         self.starts, self.seconds, self.unreached = known["starts"], known["seconds"], known["unreached"]
+        self.findings = known.get("findings", [])
         self.exits = Counter({int(code): number for code, number in known["exits"].items()})
         self.killed, self.steps = Counter(known["killed"]), max(self.steps, known["steps"])
         self.rng.seed(f"{known['seed']}/{self.starts}")
@@ -171,6 +179,7 @@ class Chaos:
         known = {
             "seed": seed, "starts": self.starts, "seconds": self.seconds + seconds, "steps": self.steps,
             "exits": self.exits, "killed": self.killed, "unreached": self.unreached,
+            "findings": self.findings,
         }  # fmt: skip
         self._state.write_text(json.dumps(known))
 
@@ -202,10 +211,12 @@ class Chaos:
     def random_kills(self, number: int, until: float) -> None:
         while self.killed.total() < number and time.monotonic() < until:
             if self.process is None:
+                if self.starts:  # a run without a step left exits at once
+                    self.steps = max(self.steps, last_step(self.run_dir) + 1)
                 self.start({})
                 if self.rng.random() < WHILE_TRAINING:
                     self._under_way(min(until, time.monotonic() + STARTED_S))
-            if self.ended(self.rng.uniform(0.3, 7.0)):
+            if self.process is None or self.ended(self.rng.uniform(0.3, 7.0)):
                 continue
             there = self.owned()
             self.kill(self.rng.choice([name for name in PROCESSES if name in there]))
@@ -308,12 +319,12 @@ def main() -> int:
 
 def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> int:
     found = lineage_of(chaos.run_dir, GROUPS_PER_BATCH)
-    audit = audit_run(chaos.run_dir)
+    at_end = audit_run(chaos.run_dir).findings
     missed = sorted(planned - chaos.passed)
     lines = metrics_of(chaos.run_dir)
     silent = set(range(found.steps + 1)) - {line["step"] for line in lines}
     others = sum(number for code, number in chaos.exits.items() if code not in (0, -9, GAVE_UP))
-    for problem in [*found.lost[:10], *found.doubled[:10], *audit.findings[:10]]:
+    for problem in [*found.lost[:10], *found.doubled[:10], *at_end[:10]]:
         print(problem, file=sys.stderr)
     results = {
         "seconds": round(json.loads((chaos.run_dir.parent / "chaos.json").read_text())["seconds"], 1),
@@ -329,7 +340,7 @@ def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> 
         Check("lost", float(len(found.lost)), "==", 0),
         Check("doubled", float(len(found.doubled)), "==", 0),
         Check("reward", lines[-1].get("eval/reward"), ">=", arguments.reward),
-        Check("audit_findings", float(len(audit.findings)), "==", 0),
+        Check("audit_findings", float(len(chaos.findings) + len(at_end)), "==", 0),
         Check("failpoints_missed", float(len(missed)), "==", 0),
         Check("kills", float(chaos.killed.total()), "==", arguments.kills),
         Check("other_exits", float(others), "==", 0),

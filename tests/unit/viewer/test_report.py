@@ -343,7 +343,7 @@ def test_the_ledger_knows_which_groups_are_trained(tmp_path: Path) -> None:
     for step, position in ((2, 5), (10, 10)):
         marker = tmp_path / "checkpoints" / f"step_{step}" / "COMMITTED"
         marker.parent.mkdir(parents=True)
-        marker.write_text(json.dumps({"ledger": position}))
+        marker.write_text(json.dumps({"step": step, "ledger": position}))
     (tmp_path / "checkpoints" / "step_11").mkdir()  # its marker was never written
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
     counts = count_ledger(tmp_path, [])

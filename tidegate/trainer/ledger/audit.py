@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.ledger import read_ledger
 
 MARKER = "COMMITTED"
+METRICS = "metrics.jsonl"
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -24,47 +26,80 @@ def audit_run(run_dir: Path) -> Audit:
     """Audit a run from its settings, ledger, checkpoint markers, `metrics.jsonl` and `trajectories/`."""
     settings = load_settings(run_dir / "config.toml")
     check = LedgerCheck(settings)
+    # Before the ledger, which has the steps of both: the trainer may work during the audit.
+    markers, recorded = _read_markers(run_dir, check), _size(run_dir / METRICS)
     for line in read_ledger(run_dir / "ledger.jsonl"):
         check.read(line)
-    check.close(_committed(run_dir, check))
-    _check_metrics(run_dir, check)
+    _check_markers(markers, check)
+    check.close((markers[-1].position or 0) if markers else 0)
+    _check_metrics(run_dir, check, recorded)
     _check_trajectories(run_dir, check)
     return check.audit
 
 
-def _committed(run_dir: Path, check: LedgerCheck) -> int:
-    """Check that the ledger has the step of each checkpoint.
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """A checkpoint's marker: its directory, step, and the number of ledger entries that it commits."""
 
-    Returns the ledger's position in the newest checkpoint's marker; 0 if there is none.
-    """
-    markers = {
+    directory: str
+    step: int
+    position: int | None
+    """None if the marker cannot be read."""
+
+
+def _read_markers(run_dir: Path, check: LedgerCheck) -> list[_Marker]:
+    """Read the markers of all checkpoints, in the order of their steps."""
+    paths = {
         int(match[1]): path
         for path in (run_dir / "checkpoints").glob(f"step_*/{MARKER}")
         if (match := _STEP.fullmatch(path.parent.name))
     }
-    position = 0
-    for step, path in sorted(markers.items()):
+    markers = []
+    for number, path in sorted(paths.items()):
+        step, position = number, None
         try:
-            position = int(json.loads(path.read_text())["ledger"])
+            content = json.loads(path.read_text())
+            step, position = int(content["step"]), int(content["ledger"])
+        except FileNotFoundError:  # the trainer has removed the checkpoint since
+            continue
         except (OSError, ValueError, KeyError, TypeError) as error:
             check.report(f"{path} cannot be read ({error}); the steps committed by it are unknown")
-            position = 0
-            continue
-        if step > 0 and check.first_taken.get(step, position) >= position:
+        markers.append(_Marker(path.parent.name, step, position))
+    return markers
+
+
+def _check_markers(markers: Iterable[_Marker], check: LedgerCheck) -> None:
+    """Check that the ledger has the step of each checkpoint, before the checkpoint's position."""
+    for marker in markers:
+        if marker.directory != f"step_{marker.step}":
+            check.report(f"the marker of checkpoint {marker.directory} is of step {marker.step}")
+        if (
+            marker.step > 0
+            and marker.position is not None
+            and not check.has_step(marker.step, marker.position)
+        ):
             check.report(
-                f"checkpoint {path.parent.name} was committed at entry {position}, and the ledger has no "
-                f"step {step} before it"
+                f"checkpoint {marker.directory} was committed at entry {marker.position}, and the ledger has "
+                f"no step {marker.step} before it"
             )
-    return position
 
 
-def _json_lines(path: Path, check: LedgerCheck, *, grows: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a file and report damaged ones. The last may be incomplete if the file `grows`."""
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _json_lines(
+    path: Path, check: LedgerCheck, *, grows: bool = False, size: float = math.inf
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines in the first `size` bytes of a file and report damaged ones. The last may be incomplete
+    if the file `grows`."""
     if not path.exists():
         return
+    end = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            if grows and not line.endswith(b"\n"):
+            end += len(line)
+            if end > size or (grows and not line.endswith(b"\n")):
                 return
             try:
                 content = json.loads(line)
@@ -74,17 +109,17 @@ def _json_lines(path: Path, check: LedgerCheck, *, grows: bool = False) -> Itera
             yield content
 
 
-def _check_metrics(run_dir: Path, check: LedgerCheck) -> None:
-    """Check that a step has one line of metrics, and that each line's step is in the ledger."""
+def _check_metrics(run_dir: Path, check: LedgerCheck, size: int) -> None:
+    """Check in the first `size` bytes that a step has one line of metrics, and that it is in the ledger."""
     stepped = _steps_taken(check)
     lines: Counter[int] = Counter(
-        line["step"] for line in _json_lines(run_dir / "metrics.jsonl", check, grows=True)
+        line["step"] for line in _json_lines(run_dir / METRICS, check, grows=True, size=size)
     )
     for step, number in lines.items():
         if number > 1:
-            check.report(f"metrics.jsonl has {number} lines for step {step}")
+            check.report(f"{METRICS} has {number} lines for step {step}")
         if step > 0 and step not in stepped:
-            check.report(f"metrics.jsonl has step {step}, which is not in the ledger")
+            check.report(f"{METRICS} has step {step}, which is not in the ledger")
 
 
 def _steps_taken(check: LedgerCheck) -> set[int]:

@@ -62,8 +62,10 @@ class LedgerCheck:
         self.rules = AuditedRules.of(settings)
         self.batch_size: dict[int, int] = {}
         """Step → groups that it must have taken: `groups_per_batch` under its rules, less untrained ones."""
-        self.first_taken: dict[int, int] = {}
-        """Step → `seq` of the first entry that records it."""
+        self.starts: list[int] = []
+        """Position from which each start discards steps."""
+        self.taken: dict[tuple[int, int], int] = {}
+        """(step, number of starts so far) → `seq` of the first entry that records the step."""
         self.audit = Audit()
         self.groups: dict[str, AuditedItem] = {}
         self.attempts: dict[str, AuditedItem] = {}
@@ -149,6 +151,7 @@ class LedgerCheck:
     def _resume(self, line: LedgerEntry) -> None:
         """Steps taken and versions published after the checkpoint that a run resumes from are abandoned."""
         position = line.get("position") or 0
+        self.starts.append(position)
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.discarded |= item.stepped and item.seq >= position
         late = [version for seq, version in self.versions if seq >= max(1, position)]
@@ -222,7 +225,7 @@ class LedgerCheck:
 
     def _check_bound(self, line: LedgerEntry) -> None:
         oldest, staleness, bound = line["oldest"], line["staleness"], self.rules.max_staleness
-        self.first_taken.setdefault(line["step"], line["seq"])
+        self.taken.setdefault((line["step"], len(self.starts)), line["seq"])
         self.batch_size[line["step"]] = self.rules.groups_per_batch - line.get("untrained", 0)
         if oldest is None or staleness is None or line["version"] - oldest != staleness:
             self.report(f"group {line['id']}: staleness {staleness} is not {line['version']} − {oldest}")
@@ -253,6 +256,13 @@ class LedgerCheck:
         if item.ended["state"] == State.STEPPED and item.seq < committed and not item.discarded:
             return State.TRAINED.value
         return item.ended["state"]
+
+    def has_step(self, step: int, position: int) -> bool:
+        """Whether the first `position` entries have the step, and no start discards it."""
+        return any(
+            self.taken.get((step, number), position) < min([position, *self.starts[number:]])
+            for number in range(len(self.starts) + 1)
+        )
 
     def close(self, committed: int) -> None:
         """Draw the conclusions. `committed` is the ledger's position in the newest checkpoint's marker."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from tidegate.errors import LedgerError
 from tidegate.settings import sections
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.ledger import audit as audits
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary, table
-from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.types import Outcome
 
@@ -49,9 +50,7 @@ def run_dir(tmp_path: Path) -> Path:
             _step(tmp_path, core, step)
             metrics.write(json.dumps({"step": step}) + "\n")
             if step == 2:
-                marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
-                marker.parent.mkdir(parents=True)
-                marker.write_text(json.dumps({"ledger": ledger.position}))
+                _commit(tmp_path, step, ledger.position)
         ledger.record(entry("run", "ended", step=3, version=core.version))
     return tmp_path
 
@@ -355,13 +354,44 @@ def _damaged_marker(run_dir: Path) -> None:
 
 def _committed_early(run_dir: Path) -> None:
     """A checkpoint with a step that the ledger did not have at its position."""
-    checkpoints = run_dir / "checkpoints"
-    (checkpoints / "step_2").rename(checkpoints / "step_3")
+    _move_checkpoint(run_dir, 3)
 
 
 def _committed_unrecorded(run_dir: Path) -> None:
+    _move_checkpoint(run_dir, 7)
+
+
+def _committed_under_another_name(run_dir: Path) -> None:
     checkpoints = run_dir / "checkpoints"
-    (checkpoints / "step_2").rename(checkpoints / "step_7")
+    (checkpoints / "step_2").rename(checkpoints / "step_1")
+
+
+def _committed_discarded(run_dir: Path) -> None:
+    """A checkpoint with a step that a resume had discarded, and that was not taken again."""
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        position = json.loads((run_dir / "checkpoints" / "step_2" / "COMMITTED").read_text())["ledger"]
+        ledger.record(entry("run", "started", epoch=2, step=2, version=4, position=position))
+        _commit(run_dir, 3, ledger.position)
+
+
+def _committed_before_a_resume_from_an_earlier_one(run_dir: Path) -> None:
+    """A checkpoint that was set aside during a resume and brought back."""
+    with Ledger(run_dir / "ledger.jsonl") as ledger:
+        _commit(run_dir, 3, ledger.position)
+        position = json.loads((run_dir / "checkpoints" / "step_2" / "COMMITTED").read_text())["ledger"]
+        ledger.record(entry("run", "started", epoch=2, step=2, version=4, position=position))
+
+
+def _move_checkpoint(run_dir: Path, step: int) -> None:
+    marker = run_dir / "checkpoints" / "step_2" / "COMMITTED"
+    _commit(run_dir, step, json.loads(marker.read_text())["ledger"])
+    marker.unlink()
+
+
+def _commit(run_dir: Path, step: int, position: int) -> None:
+    marker = run_dir / "checkpoints" / f"step_{step}" / "COMMITTED"
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps({"step": step, "ledger": position}))
 
 
 @pytest.mark.parametrize(
@@ -369,6 +399,9 @@ def _committed_unrecorded(run_dir: Path) -> None:
     [
         (_committed_early, "checkpoint step_3 was committed at entry"),
         (_committed_unrecorded, "the ledger has no step 7 before it"),
+        (_committed_discarded, "the ledger has no step 3 before it"),
+        (_committed_before_a_resume_from_an_earlier_one, "the ledger has no step 3 before it"),
+        (_committed_under_another_name, "the marker of checkpoint step_1 is of step 2"),
         (_cut_step, "step_000002.jsonl, line 4 is damaged"),
         (_lost_line, "with 2 attempts, and step_000002.jsonl has 1 of them"),
         (_lost_step, "with 2 attempts, and step_000002.jsonl has 0 of them"),
@@ -395,6 +428,61 @@ def test_the_files_of_a_killed_run_have_no_finding(run_dir: Path) -> None:
     (run_dir / "trajectories" / "step_000003.jsonl").rename(aside / "2_step_000003.jsonl")
     audit = audit_run(run_dir)
     assert audit.consistent, table(audit)
+
+
+def test_the_step_of_a_checkpoint_that_was_taken_again_after_a_resume_is_no_finding(run_dir: Path) -> None:
+    """The checkpoints before and after the resume, the first with the marker of a start that failed."""
+    path = run_dir / "ledger.jsonl"
+    before = lines(path)
+    position = json.loads((run_dir / "checkpoints" / "step_2" / "COMMITTED").read_text())["ledger"]
+    again = [line for line in before[position:] if line["kind"] != "run"]
+    with Ledger(path) as ledger:
+        ledger.record(entry("run", "started", epoch=2, step=2, version=4, position=position))
+        _commit(run_dir, 2, ledger.position)
+        assert not [one for one in audit_run(run_dir).findings if "checkpoint" in one]
+        for line in again:
+            renamed = {key: f"{line[key]}b" for key in ("id", "group") if key in line}
+            ledger.record({**line, **renamed})  # type: ignore[typeddict-item]
+        _commit(run_dir, 3, ledger.position)
+    assert not [one for one in audit_run(run_dir).findings if "checkpoint" in one]
+
+
+def test_what_the_trainer_writes_during_an_audit_is_no_finding(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is taken and committed once the audit has read the ledger."""
+    monkeypatch.setattr(audits, "read_ledger", _then(run_dir))
+    audit = audit_run(run_dir)
+    assert audit.consistent, table(audit)
+    assert (run_dir / "checkpoints" / "step_4").exists()
+
+
+def _then(run_dir: Path) -> Callable[[Path], Iterator[LedgerEntry]]:
+    def read(path: Path) -> Iterator[LedgerEntry]:
+        position = len(entries := list(read_ledger(path)))
+        yield from entries
+        with open(run_dir / "metrics.jsonl", "a") as file:
+            file.write('{"step": 4}\n')
+        _commit(run_dir, 4, position + 9)
+
+    return read
+
+
+def test_a_checkpoint_that_is_removed_during_an_audit_is_no_finding(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _commit(run_dir, 1, 12)
+    read_text = Path.read_text
+
+    def read(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.parent.name == "step_1":
+            path.unlink(missing_ok=True)
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    audit = audit_run(run_dir)
+    assert audit.consistent, table(audit)
+    assert not (run_dir / "checkpoints" / "step_1" / "COMMITTED").exists()
 
 
 def test_tokens_that_contradict_the_ledger_are_found(run_dir: Path) -> None:

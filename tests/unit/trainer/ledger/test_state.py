@@ -92,7 +92,7 @@ def test_the_counts_are_those_of_the_audit(tmp_path: Path, seed: int) -> None:
     if run.committed:
         marker = tmp_path / "checkpoints" / "step_1" / "COMMITTED"
         marker.parent.mkdir(parents=True)
-        marker.write_text(json.dumps({"ledger": run.committed}))
+        marker.write_text(json.dumps({"step": 1, "ledger": run.committed}))
     state, shown, audit = read_ledger_state(run.ledger.path), count_ledger(tmp_path, []), audit_run(tmp_path)
     assert shown is not None
     assert state.counts(state.groups, run.committed) == shown.groups == audit.groups
