@@ -313,6 +313,8 @@ class Training:
             clear_request(self.dir)
             return
         checkpoint = await self._restore(request.step)
+        # A checkpoint of this step has the weights that are rolled back, and would keep them.
+        self.loop.committable = step not in saved
         why = f"requested by tidegate versions; the policy is that of step {request.step}"
         admission.roll_back(admission.version, checkpoint.state["version"], step, why)
         version = admission.versions.reserve(step)
@@ -323,6 +325,7 @@ class Training:
             self.promotion.live_step = step
         if step in saved:  # it has the weights that are rolled back
             await asyncio.to_thread(checkpoints.remove, saved[step])
+        self.loop.committable = True
         await self._checkpoint(step)
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
 from tests.waiting import eventually
-from tidegate.errors import CheckpointError
+from tidegate.errors import CheckpointError, GatewayError
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.publish.version_requests import VersionRequest, write_request
 from tidegate.trainer.training import Training
 
 
@@ -63,3 +66,22 @@ async def test_a_return_to_a_checkpoint_commits_only_if_all_of_it_was_loaded(
     monkeypatch.setattr(checkpoints, "load", lambda checkpoint, policy: None)
     assert (await Training._restore(run)).step == 3
     assert run.loop.committable
+
+
+@pytest.mark.parametrize("step", [5, 6])
+async def test_a_roll_back_whose_publish_fails_does_not_commit_a_checkpoint_with_the_weights_before_it(
+    run: Any, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Step 5 has a checkpoint, whose weights are those that are rolled back; step 6 has none."""
+    (run.dir / "old").mkdir()
+    saved = {3: run.dir, 5: run.dir / "old"}
+    monkeypatch.setattr(checkpoints, "committed", lambda run_dir: saved)
+    monkeypatch.setattr(checkpoints, "load", lambda checkpoint, policy: None)
+    monkeypatch.setattr(checkpoints, "read", lambda path: checkpoints.Checkpoint(path, 3, {"version": 3}))
+    write_request(run.dir, VersionRequest("rollback", 3))
+    run.loop.step, run.publisher, run.admission = step, AsyncMock(), MagicMock()
+    run._restore = partial(Training._restore, run)
+    run.publisher.publish.side_effect = GatewayError("no engine")
+    with pytest.raises(GatewayError):
+        await Training._roll_back(run)
+    assert run.loop.committable == (step == 6), "else the marker is of weights that are rolled back"

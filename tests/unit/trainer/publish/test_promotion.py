@@ -118,6 +118,25 @@ async def test_a_worse_candidate_is_given_up_and_the_policy_restored(mode: str) 
         assert world.admission.version == 2, "the next number, as a number belongs to one set of weights"
 
 
+async def test_a_cancelled_restoration_is_not_recorded_as_a_roll_back() -> None:
+    """The policy is not the live version's then, so no entry may state this, and no checkpoint is written."""
+    world, begun = World(0.0, "evaluated"), asyncio.Event()
+
+    async def restore() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    world.promotion.restore = restore
+    publishing = asyncio.create_task(world.promotion.publish(3))
+    await asyncio.wait_for(begun.wait(), 10)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert world.events == ["publishing"]
+    assert (world.admission.version, world.promotion.live_step, world.promotion.active) == (0, None, False)
+    assert not world.admission.versions.abandoned
+
+
 async def test_a_test_survives_a_restart_of_the_gateway_and_counts_no_earlier_conversation() -> None:
     world = World(1.0)
     world.fail_polls = 3
