@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,15 @@ def test_the_notebook_is_that_of_the_page(page: Path) -> None:
     cells = json.loads(page.with_suffix(".ipynb").read_text())["cells"]
     assert "\n\n".join(map(as_markdown, cells)) == without_results(page.read_text()).strip()
     assert all(not cell.get("outputs") for cell in cells)
+
+
+@each_lesson
+def test_the_names_in_its_cells_are_defined(page: Path) -> None:
+    cells = re.findall(r"^```python\n(?!%%)(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    code = re.sub(r"^[%!].*$", "", "".join(cells), flags=re.MULTILINE)
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"]
+    checked = subprocess.run(command, input=code, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
 
 
 @each_lesson
