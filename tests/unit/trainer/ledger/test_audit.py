@@ -447,6 +447,31 @@ def test_the_step_of_a_checkpoint_that_was_taken_again_after_a_resume_is_no_find
     assert not [one for one in audit_run(run_dir).findings if "checkpoint" in one]
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_kill_among_the_entries_of_a_step_is_no_finding(run_dir: Path, failed: bool) -> None:
+    """Nor if a start that failed before its own entry follows."""
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    first = _index(book, kind="group", event="ended", step=3)
+    (run_dir / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(3)))
+    for size in range(first - 1, first + 3):
+        kept = book[:size]
+        if failed:
+            kept.append({"seq": size, "kind": "run", "event": "ended", "epoch": 2, "step": 2, "version": 3})
+        path.write_text("".join(json.dumps(one) + "\n" for one in kept))
+        audit = audit_run(run_dir)
+        assert audit.consistent, table(audit)
+
+
+def test_a_step_that_lacks_a_group_is_found_after_later_entries(run_dir: Path) -> None:
+    path = run_dir / "ledger.jsonl"
+    book = lines(path)
+    first = _index(book, kind="group", event="ended", step=3)
+    later = {"seq": first + 1, "kind": "run", "event": "publishing", "version": 9, "step": 3}
+    path.write_text("".join(json.dumps(one) + "\n" for one in [*book[: first + 1], later]))
+    assert "step 3 took 1 groups, not 2" in audit_run(run_dir).findings
+
+
 def test_what_the_trainer_writes_during_an_audit_is_no_finding(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
