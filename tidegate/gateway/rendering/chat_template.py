@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -90,6 +90,12 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    """Returns a compiled template, which has no state; with tools and without, most models have the same."""
+    return _environment().from_string(source)
+
+
 class ChatTemplate:
     """A tokenizer's chat template, compiled once. Templates may raise any exception."""
 
@@ -112,7 +118,7 @@ class ChatTemplate:
         template = self._compiled.get(bool(tools))
         if template is None:
             source = self._tokenizer.get_chat_template(None, tools or None)
-            template = self._compiled[bool(tools)] = _environment().from_string(source)
+            template = self._compiled[bool(tools)] = _compiled(source)
         text = template.render(
             messages=messages,
             tools=tools or None,
