@@ -31,7 +31,8 @@ def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> N
     run_dir = cluster.runs / "many"
     arguments = [
         "--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", "--engine.count=2",
-        "--gateway.shards=2", "--agent.workers=2", *SEATS,
+        "--gateway.shards=2", "--agent.workers=2", f"--agent.use={REPO}/tests/e2e/slow_solver.py:SlowSolver",
+        *SEATS,
     ]  # fmt: skip
     with training(run_dir, *arguments, environment=cluster.environment) as run:
         run.until_step(1)
@@ -39,7 +40,7 @@ def test_a_run_of_many_actors_loses_some_and_continues(cluster: RayCluster) -> N
         os.kill(owner, signal.SIGKILL)
         run.until_said("the engine-1 is back")
         failed = run_dir / "trajectories" / "failed.jsonl"
-        for _ in range(4):  # a worker may have no episode at the moment
+        for _ in range(4):  # a worker that has just been started may have no episode yet
             os.kill(cluster.owners("tidegate worker")[0], signal.SIGKILL)
             lost_at = metrics(run_dir)[-1]["step"]
             run.until(lambda: len(cluster.owners("tidegate worker")) == 2)
