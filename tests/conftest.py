@@ -6,9 +6,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-import certifi
 import pytest
 from hypothesis import settings
+
+from tests.certificates import trust_one_authority
 
 # On shared cores, waiting for a core may take longer than the example itself.
 settings.register_profile("shared_cores", deadline=None)
@@ -20,14 +21,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Several hundred processes import the package, which must not be compiled for each of them.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # Each new HTTP client reads the certificates of all authorities, which takes 30 ms of CPU time; the tests
-    # call local servers only.
     file = tempfile.NamedTemporaryFile("w", suffix=".pem")  # noqa: SIM115 - closed after the tests
     config.add_cleanup(file.close)
-    end = "-----END CERTIFICATE-----\n"
-    file.write(certifi.contents().partition(end)[0] + end)
-    file.flush()
-    os.environ.setdefault("SSL_CERT_FILE", file.name)
+    trust_one_authority(file)
 
 
 def pytest_collection_finish() -> None:

@@ -56,6 +56,7 @@ def test_a_student_learns_from_a_teacher_alone_though_it_is_killed(tmp_path: Pat
     assert main(["replay", str(run_dir)]) == 0, "to the last bit, without the teacher"
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_vocabulary_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests import REPO
+from tests.certificates import trusting_all
 from tests.fakes import FakeEngine
 from tests.waiting import announced
 from tidegate.gateway.client import GatewayClient
@@ -36,7 +37,7 @@ BUILD = "from setuptools import build_meta as b; print(b.build_sdist({0!r}), b.b
 def clean(**more: str) -> dict[str, str]:
     """The environment of a user: none of the repository's paths."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TIDEGATE"))}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    return {**trusting_all(kept), "OMP_NUM_THREADS": "1", **more}
 
 
 def typed(*command: str | Path, cwd: Path, timeout_s: float = 120) -> str:

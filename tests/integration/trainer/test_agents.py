@@ -31,8 +31,9 @@ from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, TaskView
 
 AGENTS = '''
-import asyncio, json, os, re, subprocess, sys, threading, time
+import asyncio, json, os, subprocess, sys, threading, time
 from pathlib import Path
+from tests.interpreter_lock import hold_interpreter_lock
 from tidegate.agents.base import Agent, Result, agent
 from tidegate.errors import RetrievalUnavailable
 
@@ -93,8 +94,8 @@ async def many(task, session):
             if "fifo" in told:
                 Path(told["fifo"]).write_text("here")
             time.sleep(600)
-        case "hold":  # the interpreter
-            re.match("(a+)+$", "a" * 60 + "b")
+        case "hold":
+            hold_interpreter_lock()
         case "pid":
             return str(os.getpid())
 
