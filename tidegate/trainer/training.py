@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -110,9 +111,9 @@ class Training:
         files, judge, self.writer = TrajectoryFiles(self.dir), JudgeRecord(), FileWriter()
         stack.push_async_callback(self.writer.close)
 
-        async def save(trajectory: Trajectory, state: State) -> None:
-            judge.add([trajectory])
-            await self.writer.run(files.append, trajectory, state)
+        async def save(trajectories: Sequence[Trajectory], state: State) -> None:
+            judge.add(trajectories)
+            await self.writer.run(files.append, trajectories, state)
 
         async def save_dropped(group: Group, state: State) -> None:
             await self.writer.run(files.drop, group, state, self.loop.step + 1)

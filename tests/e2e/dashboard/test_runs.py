@@ -14,7 +14,8 @@ from tests.unit.viewer.test_processes import write_load
 from tests.unit.viewer.test_timeline import write_timed_run
 from tests.unit.viewer.viewer_run import write_run
 from tidegate.trainer.ledger.entries import State, entry
-from tidegate.types import Group
+from tidegate.trainer.records.trajectories import TrajectoryFiles
+from tidegate.types import Group, Outcome
 
 pytestmark = [
     pytest.mark.slow,
@@ -186,6 +187,27 @@ async def test_a_failed_run_gives_its_reason_and_the_groups_that_were_dropped(
             said = await page.look("document.querySelector('main').textContent")
             assert "This step has not been taken." in said
             assert "g4-alike" in said
+            clean(page, url)
+
+
+async def test_older_failures_are_loaded_from_the_parts_before(port: int, tmp_path: Path) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    files = TrajectoryFiles(run.dir, part_bytes=30_000)
+    for number in range(120):
+        lost = run.simple("late", number, None, outcome=Outcome.TIMEOUT)
+        files.append([lost], State.FAILED)
+    assert (run.dir / "trajectories" / "failed.3.jsonl").exists()
+    with viewed(run.dir, tmp_path) as url:
+        async with chromium.page(port) as page:
+            rows = "[...document.querySelectorAll('tbody a')].map(one => one.textContent)"
+            await page.open(f"{url}/#/failures")
+            assert await page.look(rows) == [f"late.{number}.1" for number in range(119, 19, -1)]
+            await page.look("document.querySelector('button.more').click()")
+            await page.until("document.querySelectorAll('tbody a').length === 121")
+            assert (await page.look(rows))[-2:] == ["late.0.1", "g1-lost.0.1"]
+            assert await page.look("document.querySelector('button.more')") is None
+            await page.look("[...document.querySelectorAll('tbody a')][0].click()")
+            await page.until("document.querySelector('h1')?.textContent.includes('late')")
             clean(page, url)
 
 

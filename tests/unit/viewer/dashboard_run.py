@@ -146,9 +146,8 @@ def write_dashboard_run(run_dir: Path) -> Writer:
     (run_dir / "checkpoints" / "step_2" / "COMMITTED").write_text(f'{{"ledger": {run.ledger.position}}}')
     write_step(run, 3, **{"eval/reward": 1.0, "eval/episodes": 3.0})
     lost = run.simple("g1-lost", 0, None, outcome=Outcome.AGENT_ERROR, error=f"ValueError: {EVIL}")
-    run.files.append(lost, State.FAILED)
-    for slot in range(2):
-        run.files.append(run.simple("g3-late", slot, float(slot)), State.STALE)
+    run.files.append([lost], State.FAILED)
+    run.files.append([run.simple("g3-late", slot, float(slot)) for slot in range(2)], State.STALE)
     run.ledger.record(
         entry("group", "issued", id="g1-lost", task="task-g1-lost", index=9, version=3, replaces=None)
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidegate.viewer.dashboard import tail as follow
-from tidegate.viewer.dashboard.records import NotFound, Records
+from tidegate.viewer.dashboard.records import PART_LINES, NotFound, Records
 from tidegate.viewer.dashboard.tail import Tail
 
 
@@ -125,14 +125,35 @@ def test_one_record_is_read_by_its_offset(tmp_path: Path, counted: type[Counted]
 def test_a_file_that_grows_is_indexed_on(tmp_path: Path, counted: type[Counted]) -> None:
     write(tmp_path, "failed.jsonl", [record(number) for number in range(200)])
     records = Records(tmp_path)
-    assert len(records.file("failed", 0).summaries) == 200
+    assert len(records.file("failed", 1).summaries) == 200
     indexed = counted.read_so_far
     path = write(tmp_path, "failed.jsonl", [record(7)], "a")
     with path.open("a") as file:
         file.write('{"half": ')
-    assert len(records.file("failed", 0).summaries) == 201
+    assert len(records.file("failed", 1).summaries) == 201
     assert counted.read_so_far - indexed < 2000
     assert records.read("failed", 0, 200)[0].tokens == 7
+
+
+def test_each_part_is_indexed_alone_and_numbers_its_own_lines(tmp_path: Path, counted: type[Counted]) -> None:
+    write(tmp_path, "failed.jsonl", [record(number) for number in range(200)])
+    records = Records(tmp_path)
+    assert records.numbers("failed") == [1]
+    second = write(tmp_path, "failed.2.jsonl", [record(7), record(8)])
+    assert records.numbers("failed") == [1, 2]
+    assert [one.line for one in records.file("failed", 2).summaries] == [PART_LINES, PART_LINES + 1]
+    assert counted.read_so_far == second.stat().st_size, "the first part is not read"
+    one, found = records.read("failed", 0, PART_LINES + 1)
+    assert (one.tokens, one.line, found["turns"][0]["output_ids"]) == (8, PART_LINES + 1, [1] * 8)
+    assert records.read("failed", 0, 199)[0].tokens == 199
+    with pytest.raises(NotFound, match=r"has 2 episodes; there is no episode 1000000002"):
+        records.read("failed", 0, PART_LINES + 2)
+    with pytest.raises(NotFound, match=r"failed.3.jsonl does not exist"):
+        records.read("failed", 0, 2 * PART_LINES)
+    erased = write(tmp_path, "failed.jsonl.part", [record(3)])
+    erased.replace(tmp_path / "trajectories" / "failed.jsonl")
+    assert [one.tokens for one in records.file("failed", 1).summaries] == [3]
+    assert records.read("failed", 0, PART_LINES)[0].tokens == 7, "its number does not change"
 
 
 def test_a_step_that_is_taken_again_is_indexed_again(tmp_path: Path) -> None:

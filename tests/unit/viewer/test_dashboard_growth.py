@@ -112,7 +112,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         assert ask("overview")["reward"] is None
         assert ask("steps") == {"steps": [], "more": False}
         assert ask("evaluations") == {"evaluations": [], "names": {}, "kinds": [], "results": []}
-        assert ask("failures")["total"] == 0
+        assert ask("failures")["episodes"] == []
 
 
 def test_the_overview_has_the_signs_that_hold_and_those_that_ended(growing: Writer) -> None:

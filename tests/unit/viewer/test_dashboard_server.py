@@ -199,7 +199,7 @@ def test_results_of_tidegate_eval_are_shown(tmp_path: Path) -> None:
 
 def test_failures_have_their_reasons(ask: Ask) -> None:
     found = ask("failures")
-    assert found["total"] == 1
+    assert (len(found["episodes"]), found["more"]) == (1, False)
     assert (found["episodes"][0]["outcome"], found["episodes"][0]["error"]) == (
         "agent_error",
         f"ValueError: {EVIL}",

@@ -248,7 +248,7 @@ def test_a_stale_group_has_its_versions_and_times(run: Writer) -> None:
     late = [run.simple("g4-timed", slot, 1.0, seconds=2.0 + slot) for slot in range(2)]
     for episode in late:
         episode.turns[0].started = 1_700_000_000.0
-        run.files.append(episode, State.STALE)
+    run.files.append(late, State.STALE)
     with TestClient(create_app(FollowedRun(run.dir)), base_url="http://127.0.0.1") as client:
         group = client.get("/api/group", params={"kind": "step", "step": 3, "id": "g3-old"}).json()
         found = group["ledger"]

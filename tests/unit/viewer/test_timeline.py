@@ -158,7 +158,7 @@ def test_groups_wait_from_their_last_episode_to_the_update(client: TestClient) -
 def test_the_timeline_has_failed_attempts(run: Writer, client: TestClient) -> None:
     turn = run.turn(0, None, PROMPT, "?", started=START + 21.0, seconds=5.0)
     lost = run.trajectory("g9", 0, [turn], None, outcome=Outcome.TIMEOUT, error="too late", seconds=5.0)
-    run.files.append(lost, State.FAILED)
+    run.files.append([lost], State.FAILED)
     [failed] = [one for one in ask(client, step=3, span=1)["episodes"] if one["kind"] == "failed"]
     assert (failed["outcome"], failed["calls"][0][:2]) == ("timeout", [1, 6])
 

@@ -14,6 +14,8 @@ import orjson
 
 from tidegate.errors import TidegateError
 
+PART_BYTES = 64 << 20
+"""Size from which the next line begins a new part."""
 BLOCK = 1 << 16
 """Bytes that are searched at a time for the end of the last complete line."""
 

@@ -30,6 +30,7 @@ from tidegate import failpoints
 from tidegate.errors import LedgerError
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.ledger.jsonl import (
+    PART_BYTES,
     AppendedFile,
     complete_lines,
     drop_torn_line,
@@ -38,9 +39,6 @@ from tidegate.trainer.ledger.jsonl import (
     read_jsonl,
     remedy,
 )
-
-PART_BYTES = 64 << 20
-"""Size from which the next entry begins a new part."""
 
 
 class Ledger(AppendedFile):

@@ -4,6 +4,9 @@ A line holds a complete trajectory, from which `decode_trajectory` restores ids 
 file is written before the ledger records the step, so that a resume finds the tokens of every group that it
 restores. A resume moves the files of discarded steps to `taken_back/`.
 
+`failed.jsonl` and `stale.jsonl` grow during the whole run. Once one has `PART_BYTES`, the next write begins
+its next part, `failed.2.jsonl`; nothing is appended to a part that is followed by another.
+
 A group that is dropped while a batch is assembled is appended to the file of the next step at once, so that
 it is recorded even if that step is never taken. The step then adds its batch to the file.
 """
@@ -26,7 +29,7 @@ from tidegate.errors import TidegateError
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.jsonl import drop_torn_line, naming, sync
+from tidegate.trainer.ledger.jsonl import PART_BYTES, drop_torn_line, naming, nth_part, parts, sync
 from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan, fields_of
 
@@ -36,9 +39,9 @@ LONGEST_ANSWER = 2_000
 
 class TrajectoryFiles:
     """Writes `step_N.jsonl` (a batch and the groups dropped for it), `eval_N.jsonl`, and `failed.jsonl` and
-    `stale.jsonl` (episodes that were never leased)."""
+    `stale.jsonl` (episodes that were never leased), which have parts like the ledger."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, part_bytes: int = PART_BYTES) -> None:
         self.directory = run_dir / "trajectories"
         self.erased: set[str] = set()
         """Ids of groups that are never written."""
@@ -48,9 +51,12 @@ class TrajectoryFiles:
         """Ids of the groups in that file."""
         self._discarded = self.directory / "taken_back"
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._unleased = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
-        for path in self._unleased.values():
-            drop_torn_line(path)
+        self._part_bytes = part_bytes
+        first = {state: self.directory / f"{state}.jsonl" for state in (State.FAILED, State.STALE)}
+        self._unleased = {state: parts(path) or [path] for state, path in first.items()}
+        """Parts of the files of episodes that were never leased; the last one is appended to."""
+        for *_, last in self._unleased.values():
+            drop_torn_line(last)
 
     def drop(self, group: Group, state: State, step: int) -> None:
         """Append a group that was dropped while the batch of `step` is assembled to that step's file."""
@@ -123,14 +129,29 @@ class TrajectoryFiles:
             for name, by_session in members.items()
         }
 
-    def append(self, trajectory: Trajectory, state: State) -> None:
-        """Append an episode that failed, or became stale before its group was leased."""
-        if trajectory.group_id in self.erased:
+    def append(self, trajectories: Iterable[Trajectory], state: State) -> None:
+        """Append episodes that failed, or became stale before their group was leased, to one part."""
+        lines = [
+            {"state": state.value, "attempt": one.metadata.get("attempt"), **encode_trajectory(one)}
+            for one in trajectories
+            if one.group_id not in self.erased
+        ]
+        if not lines:
             return
-        attempt = trajectory.metadata.get("attempt")
-        path = self._unleased[state]
-        with failpoints.around(f"trajectories.{state}"), naming(path), open(path, "ab") as file:
-            file.write(_line({"state": state.value, "attempt": attempt, **encode_trajectory(trajectory)}))
+        path = self._growing_part(state)
+        try:
+            with failpoints.around(f"trajectories.{state}"), naming(path), open(path, "ab") as file:
+                file.write(b"".join(map(_line, lines)))
+        except OSError:
+            drop_torn_line(path)  # the next write may be to another part, and then this one stays as it is
+            raise
+
+    def _growing_part(self, state: State) -> Path:
+        """Return the part that is appended to: the last one, or a new one if that is full."""
+        found = self._unleased[state]
+        if found[-1].exists() and found[-1].stat().st_size >= self._part_bytes:
+            found.append(nth_part(found[0], len(found) + 1))
+        return found[-1]
 
     async def erase(self, groups: Collection[str], writer: FileWriter) -> None:
         """Remove the episodes of these groups from every file, and never write them again. Idempotent.
@@ -151,7 +172,7 @@ class TrajectoryFiles:
 
         The newest step's file is among the others while it has no batch, also after a resume.
         """
-        growing = [*self._unleased.values(), *filter(None, [self._begun])]
+        growing = [*(last for *_, last in self._unleased.values()), *filter(None, [self._begun])]
         newest = max(self.directory.glob("step_*.jsonl"), default=None)
         if newest is not None and newest != self._begun and not _has_batch(newest):
             growing.append(newest)

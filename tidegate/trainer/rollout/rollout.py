@@ -48,8 +48,8 @@ class Rollout:
     admission: Admission
     episodes: EpisodeSource
     tasks: Tasks
-    save: Callable[[Trajectory, State], Awaitable[None]]
-    """Saves an episode that failed, or became stale before its group was leased."""
+    save: Callable[[Sequence[Trajectory], State], Awaitable[None]]
+    """Saves episodes that failed, or became stale before their group was leased."""
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], Awaitable[None]]
     """Called with a task, group, slot and its attempts before the task is quarantined."""
     pause: Pause
@@ -226,7 +226,7 @@ class Rollout:
         try:
             trajectory = await gateway.trajectory(summary.session_id)
             trajectory.answer = bounded_answer(task.answer)
-            await self.save(trajectory, State.FAILED)
+            await self.save([trajectory], State.FAILED)
             await gateway.delete_session(summary.session_id)
         except GatewayError as error:
             self.last_failure += f" (its trajectory could not be read: {error})"
@@ -250,11 +250,7 @@ class Rollout:
             answer = self.answer(group)
             for trajectory in dropped:
                 trajectory.answer = answer
-            await run_to_completion(self._save_all(dropped, state))
-
-    async def _save_all(self, dropped: Sequence[Trajectory], state: State) -> None:
-        for trajectory in dropped:
-            await self.save(trajectory, state)
+            await run_to_completion(self.save(dropped, state))
 
     async def cancel_stale(self, version: int) -> None:
         """End the groups that will be stale once `version` is published."""

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tidegate.errors import TidegateError
+from tidegate.trainer.ledger.jsonl import nth_part, parts
 from tidegate.viewer.dashboard.tail import goes_on, json_object, whole_lines
 from tidegate.viewer.formatting import as_list, as_mapping, known, mappings, printable
 
 Kind = Literal["step", "eval", "failed", "stale"]
 """`failed` and `stale`: episodes that failed, or became stale, before the trainer fetched their group."""
 
-ONE_FILE = {"failed": "failed episodes", "stale": "stale episodes"}
-"""Kinds with one file for the whole run, and its name in messages."""
+IN_PARTS = {"failed": "failed episodes", "stale": "stale episodes"}
+"""Kinds with one file for the whole run, and its name in messages. A number of such a file is a part's."""
+PART_LINES = 1_000_000_000
+"""Lines that are counted for each part of such a file: line numbers do not depend on earlier parts."""
 MOST_SUMMARIES = 400_000
 """Maximum over all files; the least recently used file is dropped first."""
 MOST_RECORDS = 32
@@ -33,7 +36,7 @@ class NotFound(TidegateError):
 
 @dataclass(slots=True)
 class EpisodeSummary:
-    """One record as shown in lists; `line` is its index in the file."""
+    """One record as shown in lists; `line` is its index in the file plus `RecordFile.first`."""
 
     line: int
     offset: int
@@ -115,6 +118,11 @@ def spans_of(turn: Mapping[str, Any]) -> list[tuple[int, int, int]]:
     return [(span[0], span[1], span[2]) for span in spans if all(type(part) is int for part in span)]
 
 
+def part_of(line: int) -> int:
+    """Returns the number of the part with a line of failed or stale episodes."""
+    return line // PART_LINES + 1
+
+
 def in_slot_order(members: Sequence[EpisodeSummary]) -> list[EpisodeSummary]:
     return sorted(members, key=lambda member: (member.slot is None, member.slot or 0, member.line))
 
@@ -125,6 +133,8 @@ class RecordFile:
 
     path: Path
     name: str
+    first: int = 0
+    """Number of the first line."""
     summaries: list[EpisodeSummary] = field(default_factory=list)
     groups: dict[str, list[EpisodeSummary]] = field(default_factory=dict)
     seen: tuple[int, int, int] = (0, 0, 0)
@@ -149,7 +159,7 @@ class RecordFile:
                 self._end, self._last = offset + len(line), line
                 record = json_object(line)
                 if record is not None:
-                    self._add(summary(len(self.summaries), offset, len(line), record))
+                    self._add(summary(self.first + len(self.summaries), offset, len(line), record))
             self.seen = seen
 
     def _add(self, episode: EpisodeSummary) -> None:
@@ -159,9 +169,7 @@ class RecordFile:
 
     def read(self, line: int) -> dict[str, Any]:
         """Returns a record; raises NotFound if the file has no such line."""
-        if not 0 <= line < len(self.summaries):
-            raise NotFound(f"{self.name} has {len(self.summaries)} episodes; there is no episode {line}")
-        episode = self.summaries[line]
+        episode = self.at(line)
         with open(self.path, "rb") as file:
             stat = os.fstat(file.fileno())
             file.seek(episode.offset)
@@ -169,6 +177,12 @@ class RecordFile:
         if stat.st_ino != self.seen[0] or record is None:
             raise NotFound(f"{self.name} is being rewritten; try again")
         return record
+
+    def at(self, line: int) -> EpisodeSummary:
+        """Returns a record's summary; raises NotFound if the file has no such line."""
+        if not 0 <= line - self.first < len(self.summaries):
+            raise NotFound(f"{self.name} has {len(self.summaries)} episodes; there is no episode {line}")
+        return self.summaries[line - self.first]
 
     def group(self, group_id: str) -> list[EpisodeSummary]:
         """Returns the episodes of a group in slot order; raises NotFound if there is no such group."""
@@ -198,31 +212,43 @@ class Records:
             return self._file(kind, number)
 
     def read(self, kind: Kind, number: int, line: int) -> tuple[EpisodeSummary, dict[str, Any]]:
-        """Returns a record and its summary; raises NotFound if there is none."""
+        """Returns a record and its summary; raises NotFound if there is none.
+
+        The line determines the part of failed and stale episodes; `number` is ignored.
+        """
         with self._lock:
-            file = self._file(kind, number)
+            file = self._file(kind, part_of(line) if kind in IN_PARTS else number)
             key = (file.path.name, line, file.seen)
             if key not in self._read:
                 self._read[key] = file.read(line)
             self._read.move_to_end(key)
             while len(self._read) > MOST_RECORDS:
                 self._read.popitem(last=False)
-            return file.summaries[line], self._read[key]
+            return file.at(line), self._read[key]
 
     def numbers(self, kind: Kind) -> list[int]:
-        """Returns the steps for which there is a file, in order; 0 for failed and stale episodes."""
-        if kind in ONE_FILE:
-            return [0] if (self._directory / f"{kind}.jsonl").exists() else []
+        """Returns the steps for which there is a file, or the parts of failed or stale episodes, in order."""
+        if kind in IN_PARTS:
+            return list(range(1, len(parts(self._whole(kind))) + 1))
         steps = (path.stem.removeprefix(f"{kind}_") for path in self._directory.glob(f"{kind}_*.jsonl"))
         return sorted(int(step) for step in steps if step.isdigit())
 
+    def written(self, kind: Kind, number: int) -> float:
+        """Returns the Unix time of the last write to a part of failed or stale episodes."""
+        return nth_part(self._whole(kind), number).stat().st_mtime
+
+    def _whole(self, kind: Kind) -> Path:
+        return self._directory / f"{kind}.jsonl"
+
     def _file(self, kind: Kind, number: int) -> RecordFile:
-        name = f"{kind}.jsonl" if kind in ONE_FILE else f"{kind}_{number:06d}.jsonl"
-        names = {**ONE_FILE, "eval": f"evaluation at step {number}"}
-        file = self._files.get(name) or RecordFile(self._directory / name, names.get(kind, f"step {number}"))
+        names = {**IN_PARTS, "eval": f"evaluation at step {number}"}
+        path, first = self._directory / f"{kind}_{number:06d}.jsonl", 0
+        if kind in IN_PARTS:
+            path, first = nth_part(self._whole(kind), number), PART_LINES * (number - 1)
+        file = self._files.get(path.name) or RecordFile(path, names.get(kind, f"step {number}"), first)
         file.refresh()
-        self._files[name] = file
-        self._files.move_to_end(name)
+        self._files[path.name] = file
+        self._files.move_to_end(path.name)
         while len(self._files) > 1 and self._indexed() > MOST_SUMMARIES:
             self._files.popitem(last=False)
         return file

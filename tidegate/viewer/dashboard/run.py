@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
+from tidegate.trainer.ledger.jsonl import parts
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import ClientRecords
@@ -98,11 +99,11 @@ class FollowedRun:
             return self._stamp()
 
     def _stamp(self) -> Stamp:
-        failed = _stat(self.dir / "trajectories" / "failed.jsonl")
+        failed = map(_stat, parts(self.dir / "trajectories" / "failed.jsonl"))
         test = _stat(self.dir / "canary.json")
         return Stamp(
             self._metrics_tail.offset, self._ledger_tail.offset, self._restarts, self.committed,
-            0 if failed is None else failed.st_size, self._clients_tail.offset,
+            sum(stat.st_size for stat in failed if stat is not None), self._clients_tail.offset,
             0 if test is None else test.st_mtime_ns,
         )  # fmt: skip
 

@@ -11,7 +11,14 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from tidegate.trainer.ledger.entries import State
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, RecordFile, prompt_of
+from tidegate.viewer.dashboard.records import (
+    IN_PARTS,
+    EpisodeSummary,
+    Kind,
+    RecordFile,
+    part_of,
+    prompt_of,
+)
 from tidegate.viewer.dashboard.run import FollowedRun, Number
 
 BUDGET_S = 2.0
@@ -106,20 +113,18 @@ def _from(
 ) -> Iterator[tuple[int, RecordFile, EpisodeSummary]]:
     """Yields each episode with its step and file, from a line of a step on to those of older steps.
 
-    Those that became stale before a batch are of step 0.
+    Those that failed, or became stale before a batch, are of step 0.
     """
-    files: list[tuple[Kind, int]] = [(kind, number) for number in reversed(run.records.numbers(kind))]
-    if kind in ("step", "stale"):
-        steps, unleased = run.records.numbers("step"), run.records.numbers("stale")
-        files = [
-            *(("step", number) for number in reversed(steps)),
-            *(("stale", number) for number in unleased),
-        ]
-    for of, number in files:
-        if step is None or number <= step:
-            file = run.records.file(of, number)
-            for summary in file.summaries[line if number == step else 0 :]:
-                yield number, file, summary
+    of: Kind
+    for of in ("step", "stale") if kind in ("step", "stale") else (kind,):
+        numbers = run.records.numbers(of)
+        for number in numbers if of in IN_PARTS else reversed(numbers):
+            at = 0 if of in IN_PARTS else number
+            first = line if at == step else 0
+            if (step is None or at <= step) and (of not in IN_PARTS or number >= part_of(first)):
+                file = run.records.file(of, number)
+                for summary in file.summaries[max(0, first - file.first) :]:
+                    yield at, file, summary
 
 
 def _has_text(file: RecordFile, episode: EpisodeSummary, text: str) -> bool:

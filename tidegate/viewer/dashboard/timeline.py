@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fastapi import Query
 
 from tidegate.viewer.chart import rounded
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, spans_of
+from tidegate.viewer.dashboard.records import IN_PARTS, EpisodeSummary, Kind, NotFound, spans_of
 from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.formatting import known, mappings, printable
 from tidegate.viewer.run_files import Row
@@ -23,6 +23,8 @@ LATER_STEPS = 8
 MOST_EPISODES = 1500
 """Episodes that are read; of more, those in files of later steps are left out."""
 MOST_BYTES = 200_000_000
+MARGIN_S = 60.0
+"""Time by which an episode's end, or the write of its record, may seem to precede its last call."""
 
 PHASES = (
     ("time/wait_for_batch", "wait for groups"), ("time/teacher", "wait for teacher"),
@@ -144,7 +146,9 @@ def _episodes(
     files: list[tuple[Kind, int]] = [("step", number) for number in steps]
     files += [("eval", number) for number in evaluated]
     unfetched: tuple[Kind, ...] = ("failed", "stale")
-    files += [(kind, number) for kind in unfetched for number in run.records.numbers(kind)]
+    for kind in unfetched:
+        numbers = run.records.numbers(kind)
+        files += [(kind, one) for one in numbers if run.records.written(kind, one) + MARGIN_S > window[0]]
     found, read, size, omitted = [], 0, 0, 0
     for kind, number in files:
         file = run.records.file(kind, number)
@@ -156,7 +160,7 @@ def _episodes(
                 continue
             read, size = read + 1, size + summary.length
             calls = list(calls_of(file.read(summary.line), published))
-            episode = TimedEpisode(kind, number, summary, calls)
+            episode = TimedEpisode(kind, 0 if kind in IN_PARTS else number, summary, calls)
             if episode.calls and episode.start < window[1] and episode.end > window[0]:
                 found.append(episode)
     return found, omitted
@@ -166,7 +170,7 @@ def _within(episode: EpisodeSummary, window: Interval) -> bool:
     """Returns whether an episode may have a call in the window: its duration includes all of them."""
     if episode.started is None:
         return False
-    return episode.started < window[1] and episode.started + (episode.seconds or 0.0) + 60.0 > window[0]
+    return episode.started < window[1] and episode.started + (episode.seconds or 0.0) + MARGIN_S > window[0]
 
 
 def calls_of(record: Mapping[str, Any], published: Mapping[int, float]) -> Iterator[TimedCall]:

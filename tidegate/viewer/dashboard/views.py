@@ -6,8 +6,9 @@ The parameters of a view after `run` are those of its request.
 from __future__ import annotations
 
 import bisect
+import itertools
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
@@ -15,7 +16,16 @@ from fastapi import Query
 from tidegate.viewer.dashboard import curves, episode
 from tidegate.viewer.dashboard.processes.load import processes
 from tidegate.viewer.dashboard.processes.logs import log_tail
-from tidegate.viewer.dashboard.records import EpisodeSummary, Kind, NotFound, in_batch_order, in_slot_order
+from tidegate.viewer.dashboard.records import (
+    IN_PARTS,
+    EpisodeSummary,
+    Kind,
+    NotFound,
+    RecordFile,
+    in_batch_order,
+    in_slot_order,
+    part_of,
+)
 from tidegate.viewer.dashboard.run import FollowedRun, Number
 from tidegate.viewer.dashboard.search import episodes
 from tidegate.viewer.dashboard.service import notes, service
@@ -209,7 +219,7 @@ def _least(values: Iterable[int | None]) -> int | None:
 def group(run: FollowedRun, id: str, step: Number = 0, kind: Literal["step", "stale"] = "step") -> Wire:
     """Returns a group with its members, its ledger entry and its neighbours in the file."""
     run.refresh()
-    file = run.records.file(kind, step)
+    file = _file_of(run, id, step, kind)
     members = file.group(id)
     ended = run.state_of(members[0])
     names = in_batch_order(file)
@@ -225,6 +235,13 @@ def group(run: FollowedRun, id: str, step: Number = 0, kind: Literal["step", "st
         "before": names[at - 1] if at else None,
         "after": names[at + 1] if at + 1 < len(names) else None,
     }
+
+
+def _file_of(run: FollowedRun, group_id: str, step: int, kind: Kind) -> RecordFile:
+    """Returns the file in which a group is looked for: of stale episodes, the newest part that has it."""
+    numbers = (run.records.numbers(kind)[::-1] or [1]) if kind in IN_PARTS else [step]
+    files = (run.records.file(kind, number) for number in numbers)
+    return next((one for one in files if group_id in one.groups), None) or run.records.file(kind, numbers[0])
 
 
 def one_episode(run: FollowedRun, kind: Kind, line: Number, step: Number = 0, budget: Tokens = 4000) -> Wire:
@@ -247,23 +264,27 @@ def more_tokens(
     return episode.tokens(episode.EpisodeTree(record), turn, part, run.texts, start, most)
 
 
-def failures(run: FollowedRun, start: Number = 0, most: Most = 100) -> Wire:
-    """Returns the failed episodes, newest first; none if the run has no such file."""
+def failures(run: FollowedRun, before: Number | None = None, most: Most = 100) -> Wire:
+    """Returns the failed episodes before a line, newest first, and whether there are older ones."""
     run.refresh()
-    try:
-        summaries = run.records.file("failed", 0).summaries
-    except NotFound:
-        summaries = []
+    found = list(itertools.islice(_failed(run, before), most + 1))
     with run.lock:
         counts, tasks = run.counts(), quarantined(run.ledger)
-    page = summaries[::-1][start : start + most]
     return {
-        "total": len(summaries),
-        "episodes": [episode.to_wire() for episode in page],
+        "episodes": [episode.to_wire() for episode in found[:most]],
+        "more": len(found) > most,
         "reasons": [] if counts is None else counts.reasons.most_common(20),
         "outcomes": [] if counts is None else counts.outcomes.most_common(),
         "quarantined": tasks,
     }
+
+
+def _failed(run: FollowedRun, before: int | None) -> Iterator[EpisodeSummary]:
+    """Yields the failed episodes before a line, newest first; reads only the parts that are needed."""
+    for number in reversed(run.records.numbers("failed")):
+        if before is None or number <= part_of(before):
+            summaries = run.records.file("failed", number).summaries
+            yield from (one for one in reversed(summaries) if before is None or one.line < before)
 
 
 def settings(run: FollowedRun) -> Wire:

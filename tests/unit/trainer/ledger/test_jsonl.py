@@ -39,11 +39,11 @@ def test_where_there_is_no_file_none_is_made(tmp_path: Path) -> None:
 def test_a_failure_that_was_cut_short_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     failed = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5], version=1)])
     failed.metadata = {"attempt": "g1.0.1"}
-    TrajectoryFiles(tmp_path).append(failed, State.FAILED)
+    TrajectoryFiles(tmp_path).append([failed], State.FAILED)
     path = tmp_path / "trajectories" / "failed.jsonl"
     path.write_bytes(path.read_bytes() + path.read_bytes()[:100])
     failed.metadata = {"attempt": "g1.0.2"}
-    TrajectoryFiles(tmp_path).append(failed, State.FAILED)
+    TrajectoryFiles(tmp_path).append([failed], State.FAILED)
     assert [line["attempt"] for line in read_lines(path)] == ["g1.0.1", "g1.0.2"]
 
 
@@ -68,7 +68,7 @@ def test_a_gold_answer_is_kept_as_it_is_or_cut_where_it_is_long(answer: Any, kep
 def test_a_line_has_the_gold_answer_and_an_older_one_is_read_without(tmp_path: Path) -> None:
     failed = make_trajectory([make_turn(0, None, [1, 2], [3, 4, 5], version=1)])
     failed.answer = ["4", "four"]
-    TrajectoryFiles(tmp_path).append(failed, State.FAILED)
+    TrajectoryFiles(tmp_path).append([failed], State.FAILED)
     (line,) = read_lines(tmp_path / "trajectories" / "failed.jsonl")
     assert line["answer"] == decode_trajectory(line).answer == ["4", "four"]
     del line["answer"]

@@ -41,7 +41,7 @@ def save(files: TrajectoryFiles, *groups: str) -> None:
         trajectory = make_trajectory([make_turn(0, None, [1], [2])])
         trajectory.group_id = group
         trajectory.metadata = {"mentions": "me.1"}
-        files.append(trajectory, State.STALE)
+        files.append([trajectory], State.STALE)
 
 
 def step_file(files: TrajectoryFiles, name: str, *groups: str) -> Path:

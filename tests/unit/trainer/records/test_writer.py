@@ -52,7 +52,7 @@ WRITES: dict[str, Callable[[Path], Callable[[], Any]]] = {
     "trajectories/eval_000001.jsonl.part": lambda run: partial(
         TrajectoryFiles(run).evaluation, 1, [("", "greedy", episode())]
     ),
-    "trajectories/failed.jsonl": lambda run: partial(TrajectoryFiles(run).append, episode(), State.FAILED),
+    "trajectories/failed.jsonl": lambda run: partial(TrajectoryFiles(run).append, [episode()], State.FAILED),
     "dead_letters.jsonl": lambda run: partial(DeadLetters(run).write, Task("t", "e", []), "g1", 0, []),
     "clients.jsonl": lambda run: partial(ClientLog(run).offered, Group("g1", "t", [episode()]), None),
 }
@@ -112,8 +112,8 @@ async def test_a_full_disk_is_the_error_of_the_caller_and_names_the_file(
 async def test_a_cancelled_caller_ends_after_its_write(tmp_path: Path, writer: FileWriter) -> None:
     files = TrajectoryFiles(tmp_path)
     with slow_file(tmp_path / "trajectories" / "failed.jsonl") as slow:
-        first = asyncio.create_task(writer.run(files.append, episode("g1"), State.FAILED))
-        second = asyncio.create_task(writer.run(files.append, episode("g2"), State.STALE))
+        first = asyncio.create_task(writer.run(files.append, [episode("g1")], State.FAILED))
+        second = asyncio.create_task(writer.run(files.append, [episode("g2")], State.STALE))
         await eventually(slow.reached.is_set)
         first.cancel(), second.cancel()
         await asyncio.sleep(0)
@@ -147,7 +147,7 @@ async def test_an_error_is_not_lost_if_its_caller_is_cancelled(writer: FileWrite
 async def test_closing_waits_for_the_writes_that_were_called(tmp_path: Path) -> None:
     writer, files = FileWriter(), TrajectoryFiles(tmp_path)
     with slow_file(tmp_path / "trajectories" / "failed.jsonl") as slow:
-        writing = asyncio.create_task(writer.run(files.append, episode(), State.FAILED))
+        writing = asyncio.create_task(writer.run(files.append, [episode()], State.FAILED))
         await eventually(slow.reached.is_set)
         closing = asyncio.create_task(writer.close())
         await asyncio.sleep(0)

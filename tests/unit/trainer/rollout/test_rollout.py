@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -163,8 +163,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         core = Admission(rules, book.append)
         episodes = EpisodeSource(cast(Any, script), 5.0, epoch=EPOCH)
 
-        async def keep(one: Trajectory, state: State) -> None:
-            script.kept.append((one.metadata["attempt"], state.value))
+        async def keep(episodes: Sequence[Trajectory], state: State) -> None:
+            script.kept += [(one.metadata["attempt"], state.value) for one in episodes]
 
         async def letter(*told: Any) -> None:
             script.letters.append((*told, len(book)))
@@ -277,11 +277,11 @@ async def test_all_episodes_of_a_failed_group_are_saved_though_the_run_ends(
     stage.script.until["g1-000001.2.1"] = others_done = asyncio.Event()
     reached, goes_on, save = asyncio.Event(), asyncio.Event(), stage.rollout.save
 
-    async def slow(episode: Trajectory, state: State) -> None:
-        if episode.metadata["attempt"] == "g1-000001.0.1":
+    async def slow(episodes: Sequence[Trajectory], state: State) -> None:
+        if "g1-000001.0.1" in [one.metadata["attempt"] for one in episodes]:
             reached.set()
             await goes_on.wait()
-        await save(episode, state)
+        await save(episodes, state)
 
     stage.rollout.save = slow
     async with stage.running() as rollout:
@@ -402,8 +402,8 @@ async def test_episodes_that_are_lost_have_the_answer_of_their_task(make: Callab
     stage = make(Script(lambda name: Outcome.TIMEOUT if "g1-000001.0." in name else Outcome.COMPLETED))
     kept: list[tuple[str, str, Any]] = []
 
-    async def keep(one: Trajectory, state: State) -> None:
-        kept.append((one.metadata["attempt"], state, one.answer))
+    async def keep(episodes: Sequence[Trajectory], state: State) -> None:
+        kept.extend((one.metadata["attempt"], state, one.answer) for one in episodes)
 
     stage.rollout.save = keep
     async with stage.running() as rollout:

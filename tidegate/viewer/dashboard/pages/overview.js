@@ -90,14 +90,13 @@ function failedRow(one) {
 export async function failuresPage(main) {
   const body = h("tbody");
   const foot = h("div");
-  const load = async (start) => {
-    const page = await ask("failures", { start });
+  const load = async (before) => {
+    const page = await ask("failures", { before });
     body.append(...page.episodes.map(failedRow));
-    const next = start + page.episodes.length;
-    foot.replaceChildren(next < page.total ? more(plural(page.total - next, "older one"), () => load(next)) : "");
+    foot.replaceChildren(page.more ? more("older ones", () => load(page.episodes.at(-1).line)) : "");
     return page;
   };
-  const found = await load(0);
+  const found = await load(null);
   const heads = [["attempt"], ["task"], ["outcome"], ["turns", "number"], ["why"]];
   main.replaceChildren(...[
     h("div", { class: "heading" }, h("h1", {}, "Failures")),
@@ -107,7 +106,7 @@ export async function failuresPage(main) {
       found.outcomes.length ? h("div", { class: "card wide" }, counted("Outcomes of attempts", found.outcomes)) : null),
     found.quarantined.length ? [h("h2", {}, "Quarantined tasks"), h("div", { class: "card wide" }, h("table", {}, found.quarantined.map((one) => h("tr", {}, h("th", { scope: "row" }, one.task), h("td", { class: "mono" }, one.group), h("td", {}, one.outcome), h("td", {}, one.why)))))] : null,
     h("h2", {}, "Failed episodes"),
-    found.total ? h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, heads.map(([name, side]) => h("th", { class: side, scope: "col" }, name)))), body)) : h("p", { class: "soft" }, "No episode has failed."),
+    found.episodes.length ? h("div", { class: "card wide" }, h("table", { class: "list" }, h("thead", {}, h("tr", {}, heads.map(([name, side]) => h("th", { class: side, scope: "col" }, name)))), body)) : h("p", { class: "soft" }, "No episode has failed."),
     foot,
   ].flat().filter(Boolean));
   main.dataset.up = "#/";

@@ -62,7 +62,7 @@ export async function searchPage(main) {
     body.append(...found.episodes.map(row));
     table.hidden = !body.children.length;
     foot.replaceChildren(h("p", { class: "soft" }, `${plural(body.children.length, "episode")} found among ${whole(searched)}.`),
-      found.next ? more(found.next.step ? `search further, from step ${found.next.step} back` : "search further, among groups that were stale before a batch", () => load(found.next)) : "");
+      found.next ? more(kind === "failed" ? "search further" : found.next.step ? `search further, from step ${found.next.step} back` : "search further, among groups that were stale before a batch", () => load(found.next)) : "");
   };
   await load({});
   main.replaceChildren(
