@@ -39,6 +39,7 @@ from tidegate.trainer.ledger.jsonl import (
     read_jsonl,
     remedy,
 )
+from tidegate.trainer.waits import run_to_completion
 
 
 class Ledger(AppendedFile):
@@ -60,6 +61,7 @@ class Ledger(AppendedFile):
         """Complete parts that may not be on the disk yet."""
         self._failure: str | None = None
         """Why a sync failed: nothing is recorded after it."""
+        self._syncing = asyncio.Lock()
         self._open()
 
     def _open(self) -> None:
@@ -115,21 +117,27 @@ class Ledger(AppendedFile):
         self._full.append(complete)
 
     async def durable(self) -> None:
-        """Force all entries so far to disk. Raises LedgerError if that fails, or failed before."""
-        if self._failure is not None:
-            raise LedgerError(self._failure)
-        full = list(self._full)
-        handles = [os.dup(file.fileno()) for file in (*full, self._file)]
-        if full:  # the names of the new parts, too
-            handles.append(os.open(self.path.parent, os.O_RDONLY))
-        try:
-            await asyncio.to_thread(_sync_and_close, handles)
-        except OSError as error:
-            # The system reports a failed sync once; a later one may pass although entries are lost.
-            self._failure = f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}"
-            raise LedgerError(self._failure) from error
-        for file in full:
-            if file in self._full:  # else another call has closed it
+        """Force all entries so far to disk. Raises LedgerError if that fails, or failed before.
+
+        The system reports a failed sync once, and another sync may pass although entries are lost. So there
+        is one at a time, and a cancellation waits for it: each caller learns of the failure.
+        """
+        await run_to_completion(self._sync())
+
+    async def _sync(self) -> None:
+        async with self._syncing:
+            if self._failure is not None:
+                raise LedgerError(self._failure)
+            full = list(self._full)
+            handles = [os.dup(file.fileno()) for file in (*full, self._file)]
+            if full:  # the names of the new parts, too
+                handles.append(os.open(self.path.parent, os.O_RDONLY))
+            try:
+                await asyncio.to_thread(_sync_and_close, handles)
+            except OSError as error:
+                self._failure = f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}"
+                raise LedgerError(self._failure) from error
+            for file in full:
                 self._full.remove(file)
                 file.close()
 

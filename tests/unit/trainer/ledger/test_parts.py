@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import eventually
 from tidegate.errors import LedgerError
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.checkpoint.integrity import check_files
@@ -116,7 +118,7 @@ async def test_all_parts_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyP
         names = [part.name for part in parts(ledger.path)]
         assert len(names) > 2
         await asyncio.gather(ledger.durable(), ledger.durable())
-        assert synced.count("ledger.jsonl") == synced.count(tmp_path.name) == 2
+        assert synced.count("ledger.jsonl") == synced.count(tmp_path.name) == 1
         assert set(synced) == {*names, tmp_path.name}
         synced.clear()
         await ledger.durable()
@@ -143,6 +145,48 @@ async def test_nothing_is_recorded_after_a_sync_that_failed(
         with pytest.raises(LedgerError, match="cannot sync"):
             await ledger.durable()
     assert numbers(read_ledger(ledger.path)) == [0, 1]
+
+
+async def test_a_sync_that_fails_after_its_caller_was_cancelled_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, fails = threading.Event(), threading.Event()
+
+    def fail_once(handle: int) -> None:
+        if not fails.is_set():
+            reached.set()
+            assert fails.wait(5)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        enter(ledger, 2)
+        syncing = asyncio.create_task(ledger.durable())
+        await eventually(reached.is_set)
+        syncing.cancel()
+        await asyncio.sleep(0)
+        fails.set()
+        with pytest.raises(LedgerError, match="cannot sync"):
+            await syncing
+        with pytest.raises(LedgerError, match="cannot sync"):
+            await ledger.durable()
+
+
+async def test_a_sync_beside_one_that_fails_does_not_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports the failure to one of them."""
+    failures = [OSError(errno.EIO, "Input/output error")]
+
+    def fail_once(handle: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with Ledger(tmp_path / "ledger.jsonl") as ledger:
+        enter(ledger, 2)
+        results = await asyncio.gather(ledger.durable(), ledger.durable(), return_exceptions=True)
+    assert [type(result) for result in results] == [LedgerError, LedgerError]
 
 
 def test_a_part_that_cannot_be_begun_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
