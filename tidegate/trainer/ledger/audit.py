@@ -20,6 +20,7 @@ from tidegate.trainer.ledger.ledger import read_ledger
 MARKER = "COMMITTED"
 METRICS = "metrics.jsonl"
 _STEP = re.compile(r"step_(\d+)")
+_MOVED = re.compile(r"(?P<epoch>\d+)_step_(?P<step>\d+)\.jsonl")
 
 
 def audit_run(run_dir: Path) -> Audit:
@@ -138,7 +139,8 @@ def _check_trajectories(run_dir: Path, check: LedgerCheck) -> None:
         versions: dict[str, set[int]] = defaultdict(set)
         step = int(path.stem.removeprefix("step_"))
         for line in _json_lines(path, check, grows=step not in taken):  # groups dropped for the next step
-            if line.get("state") != State.STEPPED:
+            # A step's file is written before its ledger entries, perhaps after the ledger was read.
+            if line.get("state") != State.STEPPED or step not in taken:
                 continue
             recorded[step, line["group_id"]] += 1
             turns = [turn for turn in line["turns"] if turn["delivered"]]
@@ -155,18 +157,32 @@ def _check_trajectories(run_dir: Path, check: LedgerCheck) -> None:
 def _check_recorded(run_dir: Path, check: LedgerCheck, recorded: Counter[tuple[int, str]]) -> None:
     """Check that every trained episode is in its step's file.
 
-    A start that undoes the step may have moved the file and crashed before it recorded that.
+    A start that undoes the step may have moved the file and crashed before it recorded that. The entry of an
+    erasure precedes it, but may be newer than those that were read.
     """
+    undone, missing = _undone_steps(run_dir, check.epoch), {}
     for name, group in check.groups.items():
         if group.ended is None or not group.stepped or group.discarded or name in check.erased:
             continue
         step, trained = group.ended["step"], check.trained_attempts(name)
-        moved = any((run_dir / "trajectories" / "taken_back").glob(f"*_step_{step:06d}.jsonl"))
-        if recorded[step, name] != trained and not (moved and not recorded[step, name]):
-            check.report(
+        found = recorded[step, name]
+        if found != trained and not (step in undone and not found):
+            missing[name] = (
                 f"group {name} was trained at step {step} with {trained} attempts, and "
-                f"step_{step:06d}.jsonl has {recorded[step, name]} of them"
+                f"step_{step:06d}.jsonl has {found} of them"
             )
+    lines = read_ledger(run_dir / "ledger.jsonl") if missing else ()
+    erased = {line["group"] for line in lines if line["event"] == "erased"}
+    for name, finding in missing.items():
+        if name not in erased:
+            check.report(finding)
+
+
+def _undone_steps(run_dir: Path, epoch: int) -> set[int]:
+    """Return the steps whose files a start after `epoch`, the last one in the ledger, has moved."""
+    paths = (run_dir / "trajectories" / "taken_back").glob("*.jsonl")
+    found = filter(None, (_MOVED.fullmatch(path.name) for path in paths))
+    return {int(match["step"]) for match in found if int(match["epoch"]) > epoch}
 
 
 def _check_versions(where: str, versions: set[int], check: LedgerCheck, item: AuditedItem | None) -> None:

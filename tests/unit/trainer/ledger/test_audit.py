@@ -479,6 +479,7 @@ def test_what_the_trainer_writes_during_an_audit_is_no_finding(
     monkeypatch.setattr(audits, "read_ledger", _then(run_dir))
     audit = audit_run(run_dir)
     assert audit.consistent, table(audit)
+    assert (audit.steps, audit.trained_tokens) == (3, 36), "those of the ledger"
     assert (run_dir / "checkpoints" / "step_4").exists()
 
 
@@ -486,11 +487,44 @@ def _then(run_dir: Path) -> Callable[[Path], Iterator[LedgerEntry]]:
     def read(path: Path) -> Iterator[LedgerEntry]:
         position = len(entries := list(read_ledger(path)))
         yield from entries
+        turns = [{"delivered": True, "version_spans": [[3, 0, 3]], "output_ids": [1, 2, 3]}]
+        episode = {"state": "stepped", "group_id": "issued since", "turns": turns}
+        (run_dir / "trajectories" / "step_000004.jsonl").write_text(json.dumps(episode) + "\n")
         with open(run_dir / "metrics.jsonl", "a") as file:
             file.write('{"step": 4}\n')
         _commit(run_dir, 4, position + 9)
 
     return read
+
+
+def test_a_group_that_is_erased_during_an_audit_is_no_finding(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the audit has read the ledger, the trainer records the erasure and rewrites the step's file."""
+    path = run_dir / "trajectories" / "step_000003.jsonl"
+    group = lines(path)[0]["group_id"]
+
+    def read(ledger_file: Path) -> Iterator[LedgerEntry]:
+        yield from list(read_ledger(ledger_file))
+        if group in path.read_text():
+            with Ledger(ledger_file) as ledger:
+                ledger.record(entry("run", "erased", group=group))
+            path.write_text(
+                "".join(json.dumps(one) + "\n" for one in lines(path) if one["group_id"] != group)
+            )
+
+    monkeypatch.setattr(audits, "read_ledger", read)
+    audit = audit_run(run_dir)
+    assert audit.consistent, table(audit)
+    assert group not in path.read_text()
+
+
+def test_a_file_that_is_lost_in_a_step_taken_again_is_found(run_dir: Path) -> None:
+    """An earlier resume had set a file of the same step aside, and recorded that."""
+    aside = run_dir / "trajectories" / "taken_back"
+    aside.mkdir()
+    (run_dir / "trajectories" / "step_000003.jsonl").rename(aside / "1_step_000003.jsonl")
+    assert any("step_000003.jsonl has 0 of them" in finding for finding in audit_run(run_dir).findings)
 
 
 def test_a_checkpoint_that_is_removed_during_an_audit_is_no_finding(
