@@ -45,9 +45,8 @@ class Start:
                     f"{settings.run_dir} holds a run already: continue it (--resume), choose another "
                     "run.name, or set it aside (--fresh)"
                 )
-            served, epoch = first_version(run_dir), _first(settings, 1)
-            version = _first(settings, 0) if served is None else served
-            return cls(settings.model.path.absolute(), version=version, least_epoch=epoch)
+            epoch = _first(settings, 1)
+            return cls(settings.model.path.absolute(), version=_first_version(settings), least_epoch=epoch)
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
         checkpoint = checkpoints.latest(run_dir)
@@ -55,7 +54,8 @@ class Start:
         check_files(run_dir, checkpoint)
         ledger = run_dir / "ledger.jsonl"
         past = read_ledger_state(ledger) if ledger.exists() else LedgerState()
-        version = past.highest_version + 1
+        # Earlier starts have no version if each failed before its entry in the ledger.
+        version = past.highest_version + 1 if past.publishes else _first_version(settings)
         if checkpoint is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
@@ -93,6 +93,12 @@ class Start:
     def open_groups(self) -> set[str]:
         """Return the groups that may continue if their tokens are kept."""
         return {*self.past.live(), *self.past.discarded_groups()}
+
+
+def _first_version(settings: Settings) -> int:
+    """Return the first version of a run; that of its engines if they are those of a standing service."""
+    served = first_version(settings.run_dir.absolute())
+    return _first(settings, 0) if served is None else served
 
 
 def _first(settings: Settings, number: int) -> int:

@@ -15,6 +15,8 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import StartError
+from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.processes import launcher
 from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.processes.servers import (
@@ -181,3 +183,14 @@ def test_the_epochs_and_versions_of_runs_that_lead_one_gateway_rise(tmp_path: Pa
     )
     assert (own.epoch, own.version) == (1, 0)
     assert min(led.epoch, led.version) > 1_700_000_000
+
+
+def test_the_version_also_rises_after_a_first_start_that_failed_before_its_entry(tmp_path: Path) -> None:
+    settings = load_settings(None, ["--model.path=x", f"--run.dir={tmp_path}", "--gateway.url=http://g:1"])
+    failed = Start.of(settings, resume=False)
+    settings.run_dir.mkdir(parents=True)
+    with Ledger(settings.run_dir / "ledger.jsonl") as ledger:
+        ledger.record(entry("run", "ended", epoch=failed.epoch, step=0, version=failed.version))
+    led = Start.of(settings, resume=True)
+    assert led.epoch > failed.epoch
+    assert led.version >= failed.version, "other runs have led the gateway"

@@ -10,6 +10,8 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.processes import standing as standing_module
 from tidegate.trainer.processes.standing import ENDLESS, StandingService
 from tidegate.trainer.processes.trainer_process import TrainerProcess
@@ -63,6 +65,10 @@ def test_engines_and_trainer_start_with_one_version_of_the_model(tmp_path: Path)
     start = Start.of(settings, resume=False)
     assert (start.weights, start.version) == (weights, version), "what was sampled before it is not stale"
     assert service(tmp_path).newest_weights() == (weights, version), "also after a restart of the service"
+
+    with Ledger(tmp_path / "run" / "ledger.jsonl") as ledger:  # of a start that failed before its entry
+        ledger.record(entry("run", "ended", epoch=start.epoch, step=0, version=version))
+    assert Start.of(settings, resume=True).version == version
 
     other = settings.model_copy(update={"run": settings.run.model_copy(update={"name": "other"})})
     assert Start.of(other, resume=False).version >= version, "no version of another run"
