@@ -12,6 +12,7 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
+from tidegate.errors import LedgerError, TidegateError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
@@ -198,7 +199,7 @@ class Training:
             await self._open(supervisor)
             await supervisor.run(self._train(supervisor))
         except BaseException as error:
-            await run_to_completion(self._end(error))
+            await run_to_completion(self._end_after(error))
             raise
         await run_to_completion(self._end())
 
@@ -212,16 +213,29 @@ class Training:
                 supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
+    async def _end_after(self, error: BaseException) -> None:
+        """End a run that was cancelled or has failed; a further failure does not hide why it has."""
+        try:
+            await self._end(error)
+        except (TidegateError, OSError) as failure:
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            self.observer.note(f"the end of the run has failed, too: {failure}")
+
     async def _end(self, error: BaseException | None = None) -> None:
         step = self.result.step = self.loop.step
         await self.evaluations.close()
         await self.rollout.stop()
         status, why = await self._how_ended(error)
-        self.ledger.record(
-            entry("run", "ended", step=step, version=self.admission.version, status=status, why=why)
-        )
+        self._record_end(status, why)
         if self.loop.committable:
-            await self._checkpoint(step)
+            try:
+                await self._checkpoint(step)
+            except BaseException as failure:
+                if status != "failed":
+                    with contextlib.suppress(LedgerError):  # the failure itself is raised
+                        self._record_end(*how_failed(failure))
+                raise
         else:
             self.observer.note(
                 f"the weights are not those after step {step}, the last recorded one: no checkpoint is "
@@ -229,6 +243,10 @@ class Training:
             )
         if error is None:
             self.result.status, self.result.why = status, why
+
+    def _record_end(self, status: str, why: str | None) -> None:
+        step, version = self.loop.step, self.admission.version
+        self.ledger.record(entry("run", "ended", step=step, version=version, status=status, why=why))
 
     async def _how_ended(self, error: BaseException | None) -> tuple[str, str | None]:
         """Return the run's status, and the reason if it failed or reached `trainer.until`."""

@@ -1,4 +1,4 @@
-"""The return of the policy to an earlier checkpoint, when it is cancelled or fails."""
+"""The return of the policy to an earlier checkpoint, and the end of a run, if cancelled or if they fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.waiting import eventually
 from tidegate.errors import CheckpointError, GatewayError
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.version_requests import VersionRequest, write_request
+from tidegate.trainer.result import RunResult
 from tidegate.trainer.training import Training
 
 
@@ -85,3 +87,46 @@ async def test_a_roll_back_whose_publish_fails_does_not_commit_a_checkpoint_with
     with pytest.raises(GatewayError):
         await Training._roll_back(run)
     assert run.loop.committable == (step == 6), "else the marker is of weights that are rolled back"
+
+
+FULL = "the disk is full"
+
+
+@pytest.fixture
+def ending(run: Any) -> Any:
+    """What the end of a run reads that has taken all its steps, and whose last checkpoint fails."""
+    run.entries, run.notes, run.result = [], [], RunResult("failed", None, 0)
+    run.ledger = SimpleNamespace(record=run.entries.append)
+    run.observer = SimpleNamespace(note=run.notes.append)
+    run.evaluations = run.rollout = AsyncMock()
+    run.admission, run.loop.step = SimpleNamespace(version=3), 3
+    run.settings = SimpleNamespace(trainer=SimpleNamespace(steps=3, until=None))
+    run._checkpoint = AsyncMock(side_effect=CheckpointError(FULL))
+    run._open = AsyncMock()
+    run._train = AsyncMock()
+    for name in ("_end", "_how_ended", "_record_end", "_end_after"):
+        if method := getattr(Training, name, None):
+            setattr(run, name, partial(method, run))
+    return run
+
+
+async def test_a_run_whose_last_checkpoint_fails_has_failed(ending: Any) -> None:
+    with pytest.raises(CheckpointError, match=FULL):
+        await Training.run(ending, TaskSupervisor())
+    assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", FULL)
+    assert ending.result.status == "failed"
+
+
+async def test_a_run_that_is_cancelled_and_whose_last_checkpoint_fails_has_failed(ending: Any) -> None:
+    ending._open.side_effect = asyncio.CancelledError
+    with pytest.raises(CheckpointError, match=FULL):
+        await Training.run(ending, TaskSupervisor())
+    assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", FULL)
+
+
+async def test_a_checkpoint_that_fails_after_another_failure_does_not_hide_it(ending: Any) -> None:
+    ending._open.side_effect = GatewayError("it is away")
+    with pytest.raises(GatewayError, match="it is away"):
+        await Training.run(ending, TaskSupervisor())
+    assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", "it is away")
+    assert [note for note in ending.notes if FULL in note]
