@@ -10,15 +10,18 @@ T = TypeVar("T")
 
 
 async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """Return the coroutine's result; if `stop` is set first, cancel it and return None."""
+    """Return the result; if `stop` is set first, cancel the coroutine and return None, or raise its error."""
     work, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        ended = work.done()
     finally:
         for task in (work, stopped):
             task.cancel()
         await asyncio.gather(work, stopped, return_exceptions=True)
+    if ended or (not work.cancelled() and work.exception() is not None):
+        return work.result()
+    return None
 
 
 async def run_to_completion(awaitable: Awaitable[T]) -> T:
