@@ -81,6 +81,8 @@ class World:
     quarantined: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
     ready: list[str] = field(default_factory=list)
+    sealed: dict[str, list[str]] = field(default_factory=dict)
+    """The attempts of each group that was ready, whose episodes the gateway has."""
     states: dict[str, str] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
@@ -217,6 +219,10 @@ class World:
         assert bound is None or truth <= bound, f"{one['id']} was trained at staleness {truth}"
         sampled = range(self.oldest[one["id"]], self.newest[one["id"]] + 1)
         assert not self.lost_versions.intersection(sampled), f"{one['id']} is of an abandoned lineage"
+        members = [self.states[name] for name in self.sealed.get(one["id"], ())]
+        assert members == ["stepped"] * len(members), (
+            f"{one['id']} was trained with an attempt that had ended"
+        )
         if one["id"] in self.offered:
             trained = [self.states[name] for name in self.states if name.startswith(f"{one['id']}.")]
             assert trained == ["stepped"] * self.offered[one["id"]], "an episode is not in the ledger"
@@ -379,6 +385,7 @@ class World:
             self.attempt(group, slot)
         elif decision is AttemptDecision.READY:
             self.ready.append(group)
+            self.sealed[group] = self.core.groups[group].successful_attempts()
 
     def lease(self, group: str) -> None:
         if group not in self.core.groups:
@@ -474,7 +481,9 @@ class World:
 
     def _tokens(self, past: LedgerState, name: str) -> Group:
         """The group as the trajectory file holds it."""
-        return self._group(name, [past.attempts[one].issued["slot"] for one in self._standing(past, name)])
+        if name in self.offered:
+            return self._group(name, range(self.offered[name]))
+        return self._group(name, [past.attempts[one].issued["slot"] for one in self.sealed[name]])
 
     def _group(self, name: str, slots: Iterable[int]) -> Group:
         spans = (VersionSpan(self.oldest[name], 0, 1), VersionSpan(self.newest[name], 1, 2))
@@ -487,7 +496,3 @@ class World:
         for trajectory in members:
             trajectory.reward = self.reward(name, trajectory.slot or 0)
         return Group(name, "t", members)
-
-    def _standing(self, past: LedgerState, name: str) -> list[str]:
-        members = [one for one in self.states if one.startswith(f"{name}.")]
-        return [one for one in members if self.states[one] in ("live", "stepped")]

@@ -129,6 +129,7 @@ def _continued(past: LedgerState, name: str, tokens: Group | None, ready: bool) 
         return group
     # A crash while a client's group was accepted leaves some of its attempts out of the ledger.
     complete = len(slots) == past.groups[name].issued.get("episodes", len(slots))
+    complete = complete and not past.is_ending(name)
     return _state(past, name, Phase.READY) if ready and slots and complete else None
 
 

@@ -174,6 +174,17 @@ class LedgerState:
         members = self.members(group).items()
         return {item.issued["slot"]: name for name, item in members if item.state is State.LIVE}
 
+    def is_ending(self, group: str) -> bool:
+        """Whether a crash between the entries of a live group's end left it with attempts that have ended.
+
+        They were successful: others fail, or are cancelled as their worker was lost.
+        """
+        return any(
+            item.state in (State.STALE, State.FILTERED)
+            or (item.state is State.CANCELLED and not item.worker_lost)
+            for item in self.members(group).values()
+        )
+
     def failures(self) -> Counter[str]:
         """Count the failed attempts by cause."""
         return Counter(cause for item in self.attempts.values() if (cause := item.cause) is not None)

@@ -229,6 +229,24 @@ def test_groups_that_had_not_ended_continue_if_their_tokens_exist_and_are_cancel
     assert opened.cancelled == ["half", "ran"]
 
 
+@pytest.mark.parametrize("state", ["filtered", "stale", "cancelled"])
+def test_a_group_whose_end_a_crash_interrupted_does_not_continue(state: str) -> None:
+    """The gateway has all of its episodes, and one of its attempts has ended."""
+    ended = entry("attempt", "ended", id="b.0.1", state=state, outcome="completed")
+    opened, book = resumed([started(1), *issued("b"), ended], 1, [], ready=("b",), cursor=1)
+    assert ends(book) == {"b": "cancelled"}
+    assert ends(book, "attempt") == {"b.1.1": "cancelled"}, "none ends twice"
+    assert opened.admission.groups == {}
+
+
+def test_a_group_whose_worker_was_lost_continues() -> None:
+    lost = entry("attempt", "ended", id="b.0.1", state="cancelled", outcome="cancelled", lost=True)
+    again = entry("attempt", "issued", id="b.0.2", group="b", slot=0, number=2)
+    opened, book = resumed([started(1), *issued("b"), lost, again], 1, [], ready=("b",), cursor=1)
+    assert ends(book) == {}
+    assert opened.admission.groups["b"].successful_attempts() == ["b.0.2", "b.1.1"]
+
+
 @dataclass
 class Gateway:
     """Holds the groups `rows`, by state; leases those that are ready, once."""
