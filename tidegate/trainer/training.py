@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.errors import LedgerError, TidegateError
+from tidegate.errors import LedgerError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
@@ -217,10 +217,10 @@ class Training:
         """End a run that was cancelled or has failed; a further failure does not hide why it has."""
         try:
             await self._end(error)
-        except (TidegateError, OSError) as failure:
+        except Exception as failure:
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self.observer.note(f"the end of the run has failed, too: {failure}")
+            self.observer.note(f"the end of the run has failed, too: {how_failed(failure)[1]}")
 
     async def _end(self, error: BaseException | None = None) -> None:
         step = self.result.step = self.loop.step

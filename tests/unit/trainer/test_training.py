@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from tests.waiting import eventually
-from tidegate.errors import CheckpointError, GatewayError
+from tidegate.errors import CheckpointError, GatewayError, LedgerError
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.processes.supervisor import TaskSupervisor
@@ -130,3 +130,11 @@ async def test_a_checkpoint_that_fails_after_another_failure_does_not_hide_it(en
         await Training.run(ending, TaskSupervisor())
     assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", "it is away")
     assert [note for note in ending.notes if FULL in note]
+
+
+async def test_groups_that_cannot_be_ended_after_a_failed_entry_do_not_hide_it(ending: Any) -> None:
+    """Admission has ended an attempt whose entry could not be written."""
+    ending._open.side_effect = LedgerError("cannot record g1.0.1")
+    ending.rollout.stop.side_effect = KeyError("g1.0.1")
+    with pytest.raises(LedgerError, match="cannot record"):
+        await Training.run(ending, TaskSupervisor())

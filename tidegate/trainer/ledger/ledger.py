@@ -60,7 +60,7 @@ class Ledger(AppendedFile):
         self._full: list[IO[bytes]] = []
         """Complete parts that may not be on the disk yet."""
         self._failure: str | None = None
-        """Why a sync failed: nothing is recorded after it."""
+        """Why an entry or a sync failed: nothing is recorded after it."""
         self._syncing = asyncio.Lock()
         self._open()
 
@@ -76,7 +76,8 @@ class Ledger(AppendedFile):
     def record(self, entry: LedgerEntry) -> None:
         """Append an entry.
 
-        Raises LedgerError if it cannot be written, for example to a full disk, and after a failed sync.
+        Raises LedgerError if it cannot be written, for example to a full disk, and after a failure of this or
+        of a sync: the caller's state has the entry that failed, so a later one would contradict the ledger.
         """
         if self._failure is not None:
             raise LedgerError(self._failure)
@@ -87,14 +88,13 @@ class Ledger(AppendedFile):
                 self._append(data)
         except OSError as error:
             what = entry.get("id", entry["event"])
-            raise LedgerError(
-                f"{self.path}: cannot record {what}: {error.strerror}; {remedy(error)}"
-            ) from error
+            self._failure = f"{self.path}: cannot record {what}: {error.strerror}; {remedy(error)}"
+            raise LedgerError(self._failure) from error
         self.position += 1
         self.checksum = zlib.crc32(data, self.checksum)
 
     def _append(self, data: bytes) -> None:
-        """Write a line, or nothing of it if an error occurs: the next entry begins a line."""
+        """Write a line, or nothing of it if an error occurs."""
         if self._size >= self._part_bytes:
             self._begin_part()
         rest = data

@@ -584,8 +584,10 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", range(0, 60, 7))
-def test_an_entry_that_does_not_fit_is_not_recorded_in_part(tmp_path: Path, room: int) -> None:
-    """The system writes what fits, and refuses the rest."""
+def test_an_entry_that_does_not_fit_is_not_recorded_in_part_nor_is_a_later_one(
+    tmp_path: Path, room: int
+) -> None:
+    """The system writes what fits, and refuses the rest. A shorter entry would fit, but must not follow."""
     path = tmp_path / "ledger.jsonl"
     with Ledger(path) as ledger:
         ledger.record(entry("group", "issued", id="g1"))
@@ -596,8 +598,11 @@ def test_an_entry_that_does_not_fit_is_not_recorded_in_part(tmp_path: Path, room
                 ledger.record(entry("group", "issued", id="g2"))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        ledger.record(entry("group", "issued", id="g3"))
-    assert [(one["seq"], one["id"]) for one in read_ledger(path)] == [(0, "g1"), (1, "g3")]
+        with pytest.raises(LedgerError, match="cannot record g2"):
+            ledger.record(entry("group", "issued", id="g3"))
+    with Ledger(path) as ledger:
+        ledger.record(entry("group", "issued", id="g4"))
+    assert [(one["seq"], one["id"]) for one in read_ledger(path)] == [(0, "g1"), (1, "g4")]
 
 
 async def test_entries_are_recorded_while_earlier_ones_are_synced(

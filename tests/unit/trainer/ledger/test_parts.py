@@ -197,5 +197,6 @@ def test_a_part_that_cannot_be_begun_loses_nothing(tmp_path: Path, monkeypatch: 
         with pytest.raises(LedgerError, match="cannot record note"):
             enter(ledger, 1)
         nth_part(path, 2).rmdir()
+    with Ledger(path, 1) as ledger:
         enter(ledger, 1)
     assert numbers(read_ledger(path)) == [0, 1]
