@@ -17,6 +17,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.fakes import FakeEngine, eventually, served
+from tests.remote_workers import WORKER_KEY
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
@@ -78,6 +79,7 @@ class Inside(Shard):
         options = GatewayOptions(
             model,
             admin_key="admin",
+            worker_key=WORKER_KEY,
             id_prefix=id_prefix(index),
             limits=SessionLimits(turns=9),
             pool=PoolOptions(shards=SHARDS),
@@ -135,7 +137,7 @@ async def sharded(folder: Path, *options: str) -> AsyncIterator[Site]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), f"--gateway.shards={SHARDS}",
         "--gateway.port=0", "--announce", str(announce), "--owned", "--limits.turns=9", *options,
-        stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin"},
+        stdin=subprocess.PIPE, env={**os.environ, ADMIN_KEY: "admin", "TIDEGATE_WORKER_KEY": WORKER_KEY},
     )  # fmt: skip
     try:
         await eventually(lambda: announce.exists() or process.returncode is not None, 90)

@@ -215,10 +215,10 @@ class Settings(SettingsSection):
             raise ValueError(
                 f'sft.held_out runs the agent here, which needs agent.source = "local", not "{source}"'
             )
-        if source != "local" and self.gateway.shards > 1:
+        if source == "client" and self.gateway.shards > 1:
             raise ValueError(
-                f'agent.source = "{source}" needs gateway.shards = 1, not {self.gateway.shards}: one gateway '
-                "process has its episodes"
+                f'agent.source = "client" needs gateway.shards = 1, not {self.gateway.shards}: clients form '
+                "groups in one gateway process"
             )
         gateway = self.gateway
         if source == "client" and gateway.keys is None and gateway.url is None:

@@ -1,6 +1,6 @@
 // A worker in JavaScript, with Node's fetch only (docs/remote.md describes the protocol):
 //
-//     TIDEGATE_WORKER_KEY=... node worker.mjs http://127.0.0.1:8000 [CONCURRENCY]
+//     TIDEGATE_WORKER_KEY=... node worker.mjs http://127.0.0.1:8000 [CONCURRENCY, of each shard]
 //
 // Replace `agent` by your own. Here it solves the demo's word problems with a calculator.
 const [gateway, concurrency = "16"] = process.argv.slice(2);
@@ -90,17 +90,23 @@ function calculate(text) {
 for (const signal of ["SIGINT", "SIGTERM"]) {
   process.once(signal, () => post(`${gateway}/attempts/leave`, workerKey, { worker }).finally(() => process.exit()));
 }
-let free = Number(concurrency);
-let wake = () => {};
-for (;;) {
-  if (free === 0) await new Promise((resolve) => (wake = resolve));
-  const body = { worker, capacity: free, wait_s: 30 };
-  const { attempts } = await call(`${gateway}/attempts/next`, workerKey, body);
-  for (const attempt of attempts) {
-    free -= 1;
-    run(attempt).finally(() => {
-      free += 1;
-      wake();
-    });
+// Polls one shard of the gateway; the first answer tells how many there are.
+async function serve(shard, shardsKnown) {
+  let free = Number(concurrency);
+  let wake = () => {};
+  for (;;) {
+    if (free === 0) await new Promise((resolve) => (wake = resolve));
+    const body = { worker, capacity: free, wait_s: shardsKnown ? 30 : 0 };
+    const { attempts, shards } = await call(`${gateway}/attempts/next?shard=${shard}`, workerKey, body);
+    for (const attempt of attempts) {
+      free -= 1;
+      run(attempt).finally(() => {
+        free += 1;
+        wake();
+      });
+    }
+    for (let other = 1; !shardsKnown && other < shards; other++) serve(other, true);
+    shardsKnown = true;
   }
 }
+await serve(0, false);

@@ -1,4 +1,4 @@
-"""A short run whose agents run in two worker processes, one of which is killed."""
+"""A short run with a sharded gateway, whose agents run in two worker processes; one of them is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ import pytest
 from tests.e2e.runs import ENVIRONMENT, REPO, TrainProcess, held, ledger, metrics, training
 
 pytestmark = pytest.mark.slow
-REMOTE = ["--agent.source=remote", "--agent.heartbeat_s=1", "--trainer.steps=4", "--eval.every=0"]
+REMOTE = [
+    "--agent.source=remote", "--agent.heartbeat_s=1", "--trainer.steps=4", "--eval.every=0",
+    "--gateway.shards=2",
+]  # fmt: skip
 
 
 @contextlib.contextmanager

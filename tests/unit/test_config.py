@@ -107,7 +107,6 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--agent.source=remote", "--agent.use=a.py:b"], "agent.use has no effect"),
         ([*MODEL, "--agent.source=remote", "--agent.workers=2"], "agent.workers has no effect"),
         ([*MODEL, "--agent.heartbeat_s=2"], "agent.heartbeat_s has no effect"),
-        ([*MODEL, "--agent.source=remote", "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
         ([*MODEL, "--agent.source=client"], "needs gateway.keys, the file with the keys of its clients"),
         ([*MODEL, "--gateway.keys=k"], 'has no effect with "local"'),
         (

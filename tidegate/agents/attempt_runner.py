@@ -31,6 +31,8 @@ from tidegate.service.process import run_together
 
 WAIT_S = 30.0
 """Seconds for which a poll waits for attempts."""
+TURN_S = 1.0
+"""The same, if a worker runs fewer attempts than there are shards, which then take turns."""
 RESPONSE_S = 30.0
 """Further seconds in which the gateway must respond."""
 MAX_CAPACITY = 1024
@@ -80,6 +82,10 @@ class AttemptRunner:
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        """Orders the polls of several shards that wait for a free place."""
+        self._kept = 0
+        """Places that are kept free for the attempts of running polls."""
         self._alarm: float | None = None
         """When the guard's timer ends the process; None without a guard."""
         self._lost = False
@@ -131,29 +137,44 @@ class AttemptRunner:
 
     async def _poll_all(self) -> None:
         """Poll each shard of the gateway; the first response has their number."""
-        shards = await self._poll(0, wait_s=0.0)
-        await run_together(self._keep_polling(shard) for shard in range(shards))
+        shards = int((await self._poll("", 0.0, MAX_CAPACITY)).get("shards", 1))
+        if shards == 1:
+            await self._keep_polling()
+        await run_together(self._keep_polling_shard(shard, shards) for shard in range(shards))
 
-    async def _keep_polling(self, shard: int) -> None:
+    async def _keep_polling(self) -> None:
         while True:
-            await self._on_agents(asyncio.sleep(0))  # a blocked loop gets no further attempts
-            await self._poll(shard, WAIT_S)
+            await self._poll("", WAIT_S, MAX_CAPACITY)
 
-    async def _poll(self, shard: int, wait_s: float) -> int:
-        """Take and start attempts; return the gateway's number of shards."""
-        while (free := self._concurrency - len(self._keys)) <= 0:
-            self._freed.clear()
-            await self._freed.wait()
-        body = {"worker": self.name, "capacity": min(free, MAX_CAPACITY), "wait_s": wait_s}
-        path = "/attempts/next" + (f"?shard={shard}" if shard else "")
-        answer = await self._call(self._url + path, self._key, body)
-        shards = int(answer.get("shards", 1))
+    async def _keep_polling_shard(self, shard: int, shards: int) -> None:
+        """Poll one of several shards. A poll that waits for attempts keeps one place free, not all."""
+        wait_s = WAIT_S if self._concurrency >= shards else TURN_S
+        query, taken = f"?shard={shard}", True
+        while True:
+            answer = await self._poll(query, *((0.0, MAX_CAPACITY) if taken else (wait_s, 1)))
+            taken = bool(answer["attempts"])
+
+    async def _poll(self, query: str, wait_s: float, capacity: int) -> dict[str, Any]:
+        """Take and start at most `capacity` attempts, for which places are kept free meanwhile."""
+        await self._on_agents(asyncio.sleep(0))  # a blocked loop gets no further attempts
+        async with self._turn:
+            while (free := self._concurrency - len(self._keys) - self._kept) <= 0:
+                self._freed.clear()
+                await self._freed.wait()
+            kept = min(free, capacity)
+            self._kept += kept
+        try:
+            body = {"worker": self.name, "capacity": kept, "wait_s": wait_s}
+            answer: dict[str, Any] = await self._call(f"{self._url}/attempts/next{query}", self._key, body)
+        finally:
+            self._kept -= kept
+            self._freed.set()
         for attempt in answer["attempts"]:
-            url = self._url if shards == 1 else attempt["base_url"].partition("/s/")[0]
+            url = attempt["base_url"].partition("/s/")[0] if query else self._url
             self._start(attempt, url)
         for name in answer.get("ended", ()):
             self._drop(name)
-        return shards
+        return answer
 
     def _start(self, attempt: dict[str, Any], url: str) -> None:
         """Start an attempt of the gateway or shard at `url`."""

@@ -65,11 +65,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"gateway.shards = {gateway.shards}: clients form groups in one gateway process; remove "
             "gateway.keys, or set gateway.shards to 1"
         )
-    if gateway.shards > 1 and "worker_key" in secrets:
-        raise ConfigError(
-            f"gateway.shards = {gateway.shards}: workers take attempts from one gateway process; unset "
-            f"{WORKER_KEY}"
-        )
     if gateway.shards > 1:
         serve_front(gateway.shards, _shard_arguments(arguments, settings), listen, secrets)
     else:

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from yarl import URL
 
+from tests import REPO
 from tests.fakes import Fault, eventually
+from tests.remote_workers import WORKER_KEY, Attempts
 from tests.sharded_gateway import ASK, SHARDS, TASK, Site, groups, inside, sharded
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.attempt_runner import AttemptRunner
@@ -207,13 +211,113 @@ async def test_a_worker_takes_the_attempts_of_every_shard(site: Site) -> None:
             await site.client.drop_group(name)
 
 
+async def offer(site: Site, name: str, slot: int = 0) -> str:
+    access = await site.client.open_session(
+        task=TASK, group_id=name, slot=slot, deadline_s=60, offer_heartbeat_s=60.0
+    )
+    return access.session_id
+
+
+async def drop(site: Site, test: str) -> None:
+    for name in groups(test):
+        await site.client.drop_group(name)
+
+
+@contextlib.asynccontextmanager
+async def working(site: Site, agent: Any, concurrency: int) -> AsyncIterator[None]:
+    """A remote worker, which polls before the block begins."""
+    stop = asyncio.Event()
+    worker = AttemptRunner(site.url, WORKER_KEY, FunctionAgent(agent), concurrency, lambda _: None)
+    running = asyncio.create_task(worker.run(stop))
+
+    async def polls() -> bool:
+        workers = (await site.client.attempts())["workers"]
+        return any(one["worker"] == worker.name and one["polling"] for one in workers)
+
+    async with asyncio.timeout(20):
+        while not await polls():  # noqa: ASYNC110 - the gateway's state
+            await asyncio.sleep(0.01)
+        try:
+            yield
+        finally:
+            stop.set()
+            await running
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_a_remote_worker_runs_no_more_attempts_than_it_may(site: Site, concurrency: int) -> None:
+    running, most, go, test = 0, 0, threading.Event(), f"places {concurrency}"
+
+    async def answer(task: TaskView, session: Session) -> str:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.to_thread(go.wait, 20)  # the test has another event loop
+        running -= 1
+        return "3"
+
+    async with working(site, answer, concurrency):
+        opened = [await offer(site, name, slot) for slot in range(4) for name in groups(test)]
+        queued = len(opened) - concurrency
+        while (await site.client.attempts())["queued"] > queued:  # noqa: ASYNC110 - the gateway's state
+            await asyncio.sleep(0.01)
+        await site.client.attempts()
+        go.set()
+        for session_id in opened:
+            assert (await site.client.result(session_id)).outcome is Outcome.AGENT_ERROR, "it made no call"
+    assert most == concurrency
+    await drop(site, test)
+
+
+async def test_a_remote_worker_with_one_place_serves_the_shards_in_turn(site: Site) -> None:
+    async def answer(task: TaskView, session: Session) -> str:
+        return "3"
+
+    async with working(site, answer, 1):  # a poll of one shard may wait for 30 s
+        for name in groups("turn"):
+            for slot in range(2):  # the second is on the shard that was polled last
+                ended = await site.client.result(await offer(site, name, slot))
+                assert ended.outcome is Outcome.AGENT_ERROR, "it made no call"
+    await drop(site, "turn")
+
+
+async def test_a_worker_that_names_no_shard_gets_the_attempts_of_all(site: Site) -> None:
+    opened = {await offer(site, name) for name in groups("nameless")}
+    async with Attempts(site.url) as worker:
+        taken = [attempt for _ in range(SHARDS) for attempt in await worker.next(capacity=9, wait_s=0.0)]
+        assert {attempt["attempt"] for attempt in taken} == opened
+        for attempt in taken:
+            await worker.heartbeat(attempt)
+            await worker.finish(attempt, output="3")
+    for session_id in opened:
+        assert (await site.client.result(session_id)).outcome is Outcome.AGENT_ERROR
+    await drop(site, "nameless")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="the worker in JavaScript needs node")
+async def test_the_worker_in_javascript_serves_all_shards(site: Site) -> None:
+    script = str(REPO / "examples" / "remote" / "worker.mjs")
+    process = await asyncio.create_subprocess_exec(
+        "node", script, site.url, "1", env={**os.environ, "TIDEGATE_WORKER_KEY": WORKER_KEY}
+    )
+    try:
+        opened = [await offer(site, name, slot) for slot in range(2) for name in groups("javascript")]
+        for session_id in opened:
+            ended = await site.client.result(session_id)
+            assert (ended.outcome, ended.turns) == (Outcome.REWARD_ERROR, 1), "the gateway has no rewards"
+    finally:
+        process.kill()
+        await process.wait()
+    await drop(site, "javascript")
+
+
 async def test_the_router_refuses_a_worker_without_its_key(site: Site) -> None:
     async with aiohttp.ClientSession() as http:
         for path in ("/attempts/next?shard=1", "/attempts/leave", "/attempts/1.x/heartbeat"):
             for key in ("admin", "wrong"):
                 headers = {"Authorization": f"Bearer {key}"}
                 async with http.post(site.url + path, json={"worker": "w"}, headers=headers) as response:
-                    assert response.status == 403, path
+                    assert response.status == 401, path
 
 
 async def test_the_router_reports_engines_metrics_and_health_of_all_shards(site: Site) -> None:

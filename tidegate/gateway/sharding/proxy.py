@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator, Iterable
 
@@ -78,13 +79,15 @@ def host_of(scope: Scope, shard: Shard) -> str:
 class ReverseProxy:
     """Streams a request to the shard of its session, attempt or key, and the response back.
 
-    A worker polls each shard, which it names in the query (`?shard=1`). A request without a valid key goes to
-    the first shard, which refuses it in the client's dialect. Requests are not retried here: a client's own
-    retry is marked as one.
+    A worker polls each shard, which it names in the query (`?shard=1`); polls without a name go to one shard
+    after another, so that no attempt waits for ever. A request without a valid key goes to the first shard,
+    which refuses it in the client's dialect. Requests are not retried here: a client's own retry is marked
+    as one.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self._polled = itertools.cycle(fleet.shards)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         upload = _Upload(scope, receive)
@@ -106,6 +109,8 @@ class ReverseProxy:
         _, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         shards = self._fleet.shards
         if scope["path"] == POLL:
+            if not scope["query_string"]:
+                return next(self._polled)
             name = scope["query_string"].decode("latin-1").removeprefix("shard=") + "."
         else:
             name = scope["path"].split("/")[2] if scope["path"].startswith(("/s/", "/attempts/")) else ""
