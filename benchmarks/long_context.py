@@ -112,6 +112,7 @@ def main() -> int:
             rows.append(
                 run(bench, loader, prober, system, directory, arguments.sessions, arguments.every, words)
             )
+            print(f"{system.name}: {rows[-1]['turns']} turns", file=sys.stderr)
     factor = SESSIONS / arguments.sessions
     load = {
         "whole_sessions": SESSIONS,

@@ -48,6 +48,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
+        self._server = transport.get_extra_info("peername")[:2]
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
 
     async def get(self, path: bytes) -> tuple[int, bytes]:
@@ -57,7 +58,10 @@ class Connection(asyncio.Protocol):
         return await self._exchange(_REQUEST % (path, key, len(body)) + body)
 
     async def _exchange(self, data: bytes) -> tuple[int, bytes]:
-        self._answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if self._transport.is_closing():  # servers close idle connections
+            await loop.create_connection(lambda: self, *self._server)
+        self._answer = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._transport.write(data)
