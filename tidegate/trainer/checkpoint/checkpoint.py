@@ -103,10 +103,17 @@ def latest(run_dir: Path) -> Checkpoint | None:
 def live(run_dir: Path, checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with the weights that were live when this one was written, mostly itself.
 
-    Raises CheckpointError if its marker cannot be read.
+    Raises CheckpointError if it is missing or its marker cannot be read.
     """
     step = checkpoint.state.get("live_step")
-    return checkpoint if step in (None, checkpoint.step) else read(committed(run_dir)[step])
+    if step in (None, checkpoint.step):
+        return checkpoint
+    if (path := committed(run_dir).get(step)) is None:
+        raise CheckpointError(
+            f"{checkpoint.path}: the live weights are those of step {step}, whose checkpoint is missing; "
+            f"remove {checkpoint.path} to resume from the checkpoint before it"
+        )
+    return read(path)
 
 
 def load(checkpoint: Checkpoint, policy: Restorable) -> None:
@@ -119,13 +126,14 @@ def load(checkpoint: Checkpoint, policy: Restorable) -> None:
 
 
 def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints and those of the steps in `protect`.
+    """Remove all but the newest `keep` checkpoints, their live weights, and those of the steps in `protect`.
 
     The marker is removed first, so that a half-removed checkpoint is not committed. Directories without a
     marker are removed too. Returns the removed paths.
     """
     checkpoints = committed(run_dir)
-    keep_steps = {*sorted(checkpoints, reverse=True)[:keep], *protect}
+    newest = sorted(checkpoints, reverse=True)[:keep]
+    keep_steps = {*newest, *protect, *(_live_step(checkpoints[step]) for step in newest)}
     removed = [path for step, path in sorted(checkpoints.items()) if step not in keep_steps]
     for path in removed:
         remove(path)
@@ -134,6 +142,14 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
         with failpoints.around("checkpoint.removed"):
             shutil.rmtree(path, ignore_errors=True)
     return unmarked
+
+
+def _live_step(path: Path) -> int | None:
+    """Return the step of a checkpoint's live weights; None if its marker has none, or is damaged."""
+    try:
+        return read(path).state.get("live_step")
+    except CheckpointError:
+        return None
 
 
 def remove(path: Path) -> None:

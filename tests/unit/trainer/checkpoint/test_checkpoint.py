@@ -165,6 +165,25 @@ def test_pruning_keeps_the_newest_and_the_protected(base, tmp_path):
     assert checkpoints.prune(tmp_path, keep=2, protect=[2]) == []
 
 
+def test_pruning_keeps_the_live_weights_of_each_checkpoint_that_it_keeps(base, tmp_path):
+    """A resume from the one before the newest, as after a roll-back of the newest, serves these weights."""
+    policy = load(base)
+    for step, live in ((1, 1), (2, 2), (3, 2), (4, 4)):
+        checkpoints.save(tmp_path, step, policy, {**STATE, "live_step": live})
+    checkpoints.prune(tmp_path, keep=2, protect=[4])
+    assert names(tmp_path) == ["step_2", "step_3", "step_4"]
+    checkpoints.remove(tmp_path / "checkpoints" / "step_4")
+    newest = checkpoints.latest(tmp_path)
+    assert newest is not None
+    assert checkpoints.live(tmp_path, newest).step == 2
+
+
+def test_live_weights_that_are_missing_are_an_error_that_says_what_to_do(base, tmp_path):
+    path = checkpoints.save(tmp_path, 3, load(base), {**STATE, "live_step": 2})
+    with pytest.raises(CheckpointError, match=r"step_3.*live weights.*step 2.*remove .*step_3"):
+        checkpoints.live(tmp_path, checkpoints.read(path))
+
+
 def test_a_checkpoint_half_pruned_is_not_a_checkpoint(base, tmp_path, monkeypatch):
     policy = load(base)
     for step in (1, 2):
