@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+from pathlib import Path
 
-from tidegate.errors import TidegateError
+from tidegate.errors import StorageError, TidegateError
 from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.jsonl import DISK_FULL, remedy
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.state import cancel_interrupted, read_ledger_state, restore_group
 from tidegate.trainer.start import Start
 
+DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
 
-def how_failed(error: BaseException) -> tuple[str, str | None]:
+
+def how_failed(error: BaseException, run_dir: Path) -> tuple[str, str | None]:
     """Return the status of a run that ended with this error, and the reason if it failed."""
     if isinstance(error, asyncio.CancelledError):
         return "interrupted", None
+    if isinstance(error, OSError):
+        error = storage_error(error, run_dir) or error
     return "failed", str(error) if isinstance(error, TidegateError) else repr(error)
+
+
+def storage_error(error: OSError, run_dir: Path) -> StorageError | None:
+    """Return the error of a file with what to do; None if it is another error, such as of a connection."""
+    if error.filename or error.errno in DISK_ERRORS:
+        return StorageError(f"{error.filename or run_dir}: {error.strerror or error}; {remedy(error)}")
+    return None
 
 
 async def record_failed_start(ledger: Ledger, start: Start, error: BaseException) -> None:
@@ -32,7 +46,7 @@ async def record_failed_start(ledger: Ledger, start: Start, error: BaseException
             restore_group(past, group, ledger.record)
         for group in past.live():
             cancel_interrupted(past, group, ledger.record)
-    status, why = how_failed(error)
+    status, why = how_failed(error, ledger.path.parent)
     step, version = start.step, start.version
     ledger.record(
         entry("run", "ended", epoch=start.epoch, step=step, version=version, status=status, why=why)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import shlex
 import traceback
 from collections.abc import Collection
@@ -13,17 +12,16 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import Environment
-from tidegate.errors import ConfigError, LedgerError, StorageError, TidegateError
+from tidegate.errors import ConfigError, LedgerError, TidegateError
 from tidegate.observer import Observer
 from tidegate.settings import sections
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
-from tidegate.trainer.end import record_failed_start
+from tidegate.trainer.end import record_failed_start, storage_error
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
-from tidegate.trainer.ledger.jsonl import DISK_FULL, remedy
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import Processes, start_processes
@@ -42,7 +40,6 @@ from tidegate.trainer.waits import run_to_completion
 
 MOST_NAMED = 5
 """Quarantined tasks that a message names."""
-DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
 
 
 class Run:
@@ -217,8 +214,8 @@ def _truncate_metrics(run_dir: Path, step: int) -> None:
 def _translate_os_error(error: OSError, run_dir: Path) -> TidegateError:
     """Translate an OSError: a file error into StorageError, any other (say, of a connection) into a
     TidegateError that names the log with its traceback."""
-    if error.filename or error.errno in DISK_ERRORS:
-        return StorageError(f"{error.filename or run_dir}: {error.strerror or error}; {remedy(error)}")
+    if (storage := storage_error(error, run_dir)) is not None:
+        return storage
     log = run_dir / "logs" / "trainer-0.log"
     with log.open("a", encoding="utf-8") as file:
         traceback.print_exception(error, file=file)

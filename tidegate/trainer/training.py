@@ -220,7 +220,7 @@ class Training:
         except Exception as failure:
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self.observer.note(f"the end of the run has failed, too: {how_failed(failure)[1]}")
+            self.observer.note(f"the end of the run has failed, too: {how_failed(failure, self.dir)[1]}")
 
     async def _end(self, error: BaseException | None = None) -> None:
         step = self.result.step = self.loop.step
@@ -234,7 +234,7 @@ class Training:
             except BaseException as failure:
                 if status != "failed":
                     with contextlib.suppress(LedgerError):  # the failure itself is raised
-                        self._record_end(*how_failed(failure))
+                        self._record_end(*how_failed(failure, self.dir))
                 raise
         else:
             self.observer.note(
@@ -251,7 +251,7 @@ class Training:
     async def _how_ended(self, error: BaseException | None) -> tuple[str, str | None]:
         """Return the run's status, and the reason if it failed or reached `trainer.until`."""
         if error is not None:
-            return how_failed(error)
+            return how_failed(error, self.dir)
         trainer, step = self.settings.trainer, self.loop.step
         why = await asyncio.to_thread(reached, self.dir, trainer, step)
         return "completed" if step >= trainer.steps or why else "interrupted", why

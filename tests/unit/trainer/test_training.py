@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from functools import partial
 from pathlib import Path
@@ -138,3 +139,16 @@ async def test_groups_that_cannot_be_ended_after_a_failed_entry_do_not_hide_it(e
     ending.rollout.stop.side_effect = KeyError("g1.0.1")
     with pytest.raises(LedgerError, match="cannot record"):
         await Training.run(ending, TaskSupervisor())
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_full_disk_is_the_reason_in_the_ledger_as_in_the_console(ending: Any, named: bool) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    if named:
+        error.filename = "/run/trajectories/step_000001.jsonl.part"
+    ending._open.side_effect = error
+    with pytest.raises(OSError, match="No space left"):
+        await Training.run(ending, TaskSupervisor())
+    where = error.filename or ending.dir
+    remedy = "free some space, then continue with --resume"
+    assert ending.entries[-1]["why"] == f"{where}: No space left on device; {remedy}"

@@ -51,10 +51,10 @@ class LedgerEntry(TypedDict, total=False):
     * run erased: `group`, of which its client had all texts and tokens deleted
     * run paused / resumed: `why`; an outage began or ended; in between only probes start
     * run started / publishing / ended: `epoch`, `step`, `version`; if ended also `status`, and `why` if it
-      failed or reached `trainer.until` (an end whose `epoch` has no start is of one that failed before that
-      entry and took no group over); if publishing also `candidate` if
-      the version is tested before it goes live; if started also `rules`, which may
-      differ from earlier ones, and `position`, the ledger's position in the marker it resumed from
+      failed or reached `trainer.until`; a second end follows if the last checkpoint failed (an end whose
+      `epoch` has no start is of one that failed before that entry and took no group over); if publishing also
+      `candidate` if the version is tested before it goes live; if started also `rules`, which may differ from
+      earlier ones, and `position`, the ledger's position in the marker it resumed from
     """
 
     seq: int
