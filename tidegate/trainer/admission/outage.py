@@ -11,7 +11,7 @@ from tidegate.types import Outcome
 
 WINDOW = 16
 THRESHOLD = 8
-INCONCLUSIVE = (Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome.REWARD_ERROR)
+INCONCLUSIVE = (Outcome.INFRA_ERROR, Outcome.TIMEOUT, Outcome.REWARD_ERROR, Outcome.CANCELLED)
 """Outcomes of a probe after which the outage may still be in progress."""
 
 
@@ -22,6 +22,7 @@ class Outage:
     `down` is set while no engine serves. An outage of another cause is suspected when `THRESHOLD` of the last
     `WINDOW` attempts ended `infra_error`. Then one attempt at a time, the probe, tests whether it is over. A
     probe that ends `timeout` or `reward_error` is inconclusive: a service that hangs has the same effect.
+    So is one that is cancelled, as its worker was lost.
     """
 
     record: Callable[[LedgerEntry], None]

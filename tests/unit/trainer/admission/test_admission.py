@@ -458,6 +458,16 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     assert core.quarantined == {"task0"}
 
 
+def test_a_probe_whose_worker_is_lost_shows_no_end_of_the_outage_and_is_not_charged() -> None:
+    driver = Driver(max_infra_attempts=2, groups_per_batch=8)
+    core, groups = driver.core, outage(driver)
+    for _ in range(5):
+        probe = core.start_attempt(groups[0], 0)
+        assert core.end_attempt(probe, Outcome.CANCELLED) is AttemptDecision.RETRY
+    assert core.outage.why is not None
+    assert core.outage.may_attempt()
+
+
 def test_a_probe_whose_group_ends_makes_room_for_another_one() -> None:
     driver = Driver(groups_per_batch=8)
     core, groups = driver.core, outage(driver)
