@@ -121,17 +121,17 @@ class GroupsInFlight:
     def end_attempt(
         self, attempt: str, state: State, outcome: Outcome, why: str | None, **details: object
     ) -> None:
-        """Record the end of an attempt."""
-        if state is not State.FAILED or outcome.trainable:
-            self._outage.forget(attempt)
-        del self._attempts[attempt]
-        self.attempt_counts[State.LIVE] -= 1
-        self.attempt_counts[state] += 1
+        """Record the end of an attempt; it has not ended if that raises."""
         self._record(
             entry(
                 "attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why, **details
             )
         )  # fmt: skip
+        if state is not State.FAILED or outcome.trainable:
+            self._outage.forget(attempt)
+        del self._attempts[attempt]
+        self.attempt_counts[State.LIVE] -= 1
+        self.attempt_counts[state] += 1
 
     def remove_unpublished(self) -> None:
         """Make room for the groups that were trained on since the last publish."""

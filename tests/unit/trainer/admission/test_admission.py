@@ -507,3 +507,24 @@ def test_while_a_version_is_being_published_no_group_starts_on_the_one_before() 
     assert "version 1 is being published" in (driver.core.blocked_by() or "")
     driver.core.mark_live(version)
     assert driver.core.blocked_by() is None
+
+
+def test_a_group_whose_end_cannot_be_recorded_fails_for_this_reason_each_time() -> None:
+    """The run's end ends it again: a KeyError would hide that the disk is full."""
+    full = False
+
+    def record(line: LedgerEntry) -> None:
+        if full:
+            raise LedgerError("the disk is full")
+
+    core = Admission(Rules(1, 2, 2, 1), record)
+    group = core.start_group(core.next_ticket(), "task")
+    assert group is not None
+    for slot in (0, 1):
+        core.end_attempt(core.start_attempt(group.id, slot), Outcome.COMPLETED)
+    core.lease(group.id, 0)
+    full = True
+    with pytest.raises(LedgerError, match="the disk is full"):
+        core.filter_group(group.id)
+    with pytest.raises(LedgerError, match="the disk is full"):
+        core.cancel_group(group.id)
