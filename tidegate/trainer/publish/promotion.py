@@ -89,6 +89,9 @@ class Promotion:
             decision = await self._test(step, version, weights)
         finally:
             self.active = False
+        if decision.promoted is False:  # first, as a checkpoint follows if the engines cannot be released
+            await self.restore()
+            self.admission.roll_back(version, live, step, decision.why, decision.figures)
         if decision.promoted:
             self.admission.versions.promote(version, step, decision.why, decision.figures)
             await self.publisher.publish_candidate(weights, version)
@@ -97,9 +100,6 @@ class Promotion:
         else:
             await self.engines.release()
             await self.publisher.discard_candidate(weights)
-        if decision.promoted is False:
-            await self.restore()
-            self.admission.roll_back(version, live, step, decision.why, decision.figures)
         if decision.promoted is not None:
             self.live_step = step
         self.note(_message(version, live, decision))

@@ -108,7 +108,7 @@ async def test_a_worse_candidate_is_given_up_and_the_policy_restored(mode: str) 
     world = World(0.0, mode)
     metrics = await world.promotion.publish(3)
     assert world.events == ["publishing", "rolled_back"]
-    assert world.done[:4] == ["write 1", "release", "discard candidate-1", "restore"]
+    assert world.done[:4] == ["write 1", "restore", "release", "discard candidate-1"]
     assert (world.admission.version, world.promotion.live_step) == (0, 3)
     assert world.admission.versions.abandoned == {1}
     assert (metrics["promotion/promoted"], metrics["promotion/live_reward"]) == (0.0, 1.0)
@@ -116,6 +116,20 @@ async def test_a_worse_candidate_is_given_up_and_the_policy_restored(mode: str) 
     if mode == "evaluated":
         await world.promotion.publish(4)
         assert world.admission.version == 2, "the next number, as a number belongs to one set of weights"
+
+
+async def test_the_policy_is_restored_even_if_the_engines_cannot_be_released() -> None:
+    """The run then ends with a checkpoint, which must not have the weights that were worse."""
+    world = World(0.0, "evaluated")
+
+    async def fail() -> None:
+        raise GatewayError("it is away")
+
+    world.release = fail  # type: ignore[method-assign]
+    with pytest.raises(GatewayError):
+        await world.promotion.publish(3)
+    assert world.events == ["publishing", "rolled_back"]
+    assert world.done == ["write 1", "restore"]
 
 
 async def test_a_cancelled_restoration_is_not_recorded_as_a_roll_back() -> None:
