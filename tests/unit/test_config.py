@@ -399,6 +399,14 @@ def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(t
     assert load_settings(path) == other
 
 
+def test_the_same_kind_on_the_command_line_keeps_the_settings_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    for loss, name in (("clip_high = 0.3", "dapo"), ('use = "a.py:b"\noptions = {c = 1}', "custom")):
+        path.write_text(f'[model]\npath = "m"\n[trainer.loss]\n{loss}\n')
+        assert load_settings(path, [f"--trainer.loss.name={name}"]) == load_settings(path)
+    assert load_settings(path, ["--trainer.loss.name=gspo"]).trainer.loss == GSPOLoss()
+
+
 def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[model]\npath = "m"\n[agent]\nuse = "a.py:b"\nworkers = 2\ndeadline_s = 9\n')

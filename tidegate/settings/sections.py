@@ -278,7 +278,7 @@ def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> N
         if not isinstance(table, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
         kinds = _sections(model.model_fields[section].annotation) if section in model.model_fields else ()
-        if len(kinds) > 1 and last == "name" and table.get("name") != value:
+        if len(kinds) > 1 and last == "name" and _name(table, model.model_fields[section].default) != value:
             table.clear()
         model = kinds[0] if kinds else SettingsSection
     if issubclass(model, SettingsSection) and last == model.selector:
@@ -288,6 +288,11 @@ def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> N
     if last == "use" and field is not None and table.get("use", field.default) != value:
         table.pop("options", None)
     table[last] = value
+
+
+def _name(table: Mapping[str, Any], default: Any) -> Any:
+    """Returns the kind of a section that has several: the named one, `custom` with `use`, or the default."""
+    return table.get("name", "custom" if "use" in table else default.name)
 
 
 def _value(annotation: Any, texts: Sequence[str]) -> Any:
