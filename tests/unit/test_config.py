@@ -125,6 +125,11 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--env.judge.weight=2"], "env.judge.weight has no effect without env.judge.url"),
         ([*MODEL, *JUDGE, "--env.judge.rubrik=r"], "did you mean 'env.judge.rubric'"),
         ([*CLIENT, "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
+        ([*CLIENT, "--trainer.gate_timeout_s=5"], "gate_timeout_s has no effect without max_stale_share"),
+        (
+            [*CLIENT, "--trainer.max_stale_share=0.1", "--trainer.max_staleness=none"],
+            'max_stale_share has no effect with max_staleness = "none"',
+        ),
         ([*MODEL, "--gateway.public_url", "me:8000"], "gateway.public_url = 'me:8000': not a URL"),
         ([*MODEL, '--engine.urls=["localhost:30000"]'], "engine.urls.0 = 'localhost:30000': not a URL"),
         ([*MODEL, '--engine.urls=["http://e:99999"]'], "not a URL: Port out of range"),

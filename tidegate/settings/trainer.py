@@ -239,6 +239,13 @@ class TrainerSettings(SettingsSection):
             )
         if not self.kl_coef and self.other_than_default("kl_estimator"):
             raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")
+        if self.max_stale_share is None and self.other_than_default("gate_timeout_s"):
+            raise ValueError("gate_timeout_s has no effect without max_stale_share: set it, or remove this")
+        if self.max_stale_share is not None and self.staleness_bound is None:
+            raise ValueError(
+                'max_stale_share has no effect with max_staleness = "none", by which no conversation is too '
+                "stale: set a bound, or remove it"
+            )
         smallest = min(self.part_sizes)
         if self.max_client_share * smallest < 1:
             raise ValueError(
