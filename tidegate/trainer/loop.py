@@ -12,7 +12,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batch, Batcher
-from tidegate.trainer.batch.credit import CreditAssignment
+from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
@@ -140,6 +140,8 @@ class Loop:
         await self.batches.end_trained(batch, step)
 
     async def _skip(self, batch: Batch) -> None:
+        if isinstance(self.credit, BaselineCredit):  # the baselines are those of the steps that were taken
+            self.credit.means.uncount()
         self.committable = True  # no weight has changed
         await self.batches.end_untrained(batch)
         if self.skipped >= MAX_SKIPPED_STEPS:

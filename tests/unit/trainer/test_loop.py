@@ -295,3 +295,21 @@ async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(t
     assert audit.findings == []
     assert (audit.steps, audit.groups) == (1, {"stepped": 1, "filtered": 1})
     assert [group.id for group in batch_groups(step_files(tmp_path)[1])] == ["g1-000001", "g1-000002"]
+
+
+async def test_a_skipped_step_leaves_the_running_means_of_keys_as_they_were(tmp_path: Path) -> None:
+    """A replay has the batches of the steps that were taken, and must find the same means."""
+    loop, hands, _ = looped(tmp_path, steps=1, baseline="key")
+    hands.ready.set()
+    outcomes = iter([1.0, 0.0])
+
+    def optimizer_step() -> dict[str, float]:
+        skipped = next(outcomes)
+        hands.non_finite = ["g1-000001"] if skipped else []
+        return {"skipped": skipped}
+
+    hands.optimizer_step = optimizer_step  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    trained = "two groups of two, with rewards 0 and 1"
+    assert cast(BaselineCredit, loop.credit).means.state() == {"t": [4.0, 0.5]}, trained

@@ -14,6 +14,8 @@ class RunningMeans:
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}
         """Number and mean by key."""
+        self._before: dict[str, tuple[float, float] | None] = {}
+        """Those of the last batch's keys before it was counted."""
 
     def baselines(self, keys: Sequence[str], rewards: Sequence[float]) -> list[float]:
         """Return the mean of the key's other episodes for each episode of a batch, and count the batch.
@@ -35,9 +37,19 @@ class RunningMeans:
         for key, reward in zip(keys, rewards, strict=True):
             number, total = totals[key]
             found.append(reward if number == 1 else (total - reward) / (number - 1))
+        self._before = {key: self._means.get(key) for key in totals}
         for key, (number, total) in totals.items():
             self._means[key] = min(number, MEMORY), total / number
         return found
+
+    def uncount(self) -> None:
+        """Forget the batch that was counted last, whose step was skipped."""
+        for key, value in self._before.items():
+            if value is None:
+                del self._means[key]
+            else:
+                self._means[key] = value
+        self._before = {}
 
     def _total(self, key: str) -> tuple[float, float]:
         number, mean = self._means.get(key, (0.0, 0.0))
@@ -49,4 +61,5 @@ class RunningMeans:
 
     def restore(self, state: Mapping[str, Sequence[float]]) -> None:
         """Continue from a checkpoint's state."""
+        self._before = {}
         self._means = {key: (number, mean) for key, (number, mean) in state.items()}

@@ -201,6 +201,16 @@ def test_running_means_equal_plain_sums_and_survive_a_checkpoint(batches):
         means.restore(state)
 
 
+def test_a_batch_whose_step_is_skipped_is_not_in_the_means():
+    means = RunningMeans()
+    means.baselines(["a"], [1.0])
+    before = means.state()
+    means.baselines(["a", "b", "a"], [3.0, 4.0, 5.0])
+    means.uncount()
+    means.uncount()
+    assert means.state() == before
+
+
 def test_the_mean_follows_a_policy_that_improves():
     means = RunningMeans()
     means.baselines(["a"] * 5000, [0.0] * 5000)
