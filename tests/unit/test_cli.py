@@ -102,6 +102,25 @@ def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixt
         assert not re.search(r"--(announce|owned|fd|shard)\b", text)
 
 
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--gateway", "http://g:1", "--options", "[]"], "--options [] is not a JSON object"),
+        (["--gateway", "g:8000"], "--gateway g:8000: not a URL with scheme and host"),
+    ],
+)
+def test_a_worker_refuses_what_it_cannot_use(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], why: str
+) -> None:
+    async def serve(*_: object, **__: object) -> None:
+        raise AssertionError("the worker started")
+
+    monkeypatch.setattr("tidegate.agents.attempt_runner.serve", serve)
+    monkeypatch.setenv("TIDEGATE_WORKER_KEY", "secret")
+    code, text = said(capsys, "worker", "--agent", "solver", *words)
+    assert (code, why in text) == (2, True), text
+
+
 def test_a_server_that_is_started_by_hand_says_where_it_serves(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path / "tiny")
     command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), "--gateway.port=0"]

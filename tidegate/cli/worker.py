@@ -29,7 +29,7 @@ def add(subparsers: Subparsers) -> None:
     )  # fmt: skip
     parser.add_argument("--gateway", required=True, metavar="URL", help="address of the run's gateway")
     parser.add_argument("--agent", required=True, metavar="FILE.py:NAME", help="agent, as for agent.use")
-    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="options of the agent")
+    parser.add_argument("--options", default="{}", metavar="JSON", help="options of the agent")
     parser.add_argument(
         "--concurrency", type=int, default=64, metavar="N", help="attempts that run at the same time"
     )
@@ -45,6 +45,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
 
     shield_process()
     secrets = _secrets(arguments)
+    gateway = _address(arguments.gateway)
     if arguments.concurrency < 1:
         raise ConfigError(f"--concurrency {arguments.concurrency} must be at least 1")
     name = secrets.get("name")
@@ -54,9 +55,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         _announce(arguments.announce, {"error": str(error)})
         raise
     _announce(arguments.announce, {"url": name})
-    asyncio.run(
-        serve(arguments.gateway, secrets["key"], agent, arguments.concurrency, name, owned=arguments.owned)
-    )
+    asyncio.run(serve(gateway, secrets["key"], agent, arguments.concurrency, name, owned=arguments.owned))
     # Threads of agents that never return must not keep the process running.
     sys.stderr.flush()
     os._exit(0)
@@ -74,7 +73,26 @@ def _secrets(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the worker key and the agent's options; of an owned worker its name, too."""
     if arguments.secrets_fd is not None:
         return receive_secrets(arguments.secrets_fd)
-    return {"key": _key(arguments.key_file), "options": arguments.options}
+    return {"key": _key(arguments.key_file), "options": _options(arguments.options)}
+
+
+def _address(url: str) -> str:
+    from tidegate.settings.sections import http_url
+
+    try:
+        return http_url(url)
+    except ValueError as error:
+        raise ConfigError(f"--gateway {url}: {error}") from None
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--options {text} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f"--options {text} is not a JSON object, such as " + '{"max_turns": 4}')
+    return options
 
 
 def _key(file: Path | None) -> str:

@@ -27,7 +27,8 @@ def _directory_name(name: str) -> str:
     return name
 
 
-def _http_url(url: str) -> str:
+def http_url(url: str) -> str:
+    """Returns the URL without a slash at its end; raises ValueError if it has no host."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -45,7 +46,7 @@ def _secret(key: str) -> str:
 
 
 DirectoryName = Annotated[str, AfterValidator(_directory_name)]
-HttpUrl = Annotated[str, AfterValidator(_http_url)]
+HttpUrl = Annotated[str, AfterValidator(http_url)]
 SecretKey = Annotated[str, AfterValidator(_secret)]
 
 
