@@ -121,6 +121,17 @@ def test_a_worker_refuses_what_it_cannot_use(
     assert (code, why in text) == (2, True), text
 
 
+def test_the_list_of_runs_names_commands_that_find_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("one", "a two"):
+        (tmp_path / "my runs" / name).mkdir(parents=True)
+        (tmp_path / "my runs" / name / "metrics.jsonl").write_text('{"step": 1}\n')
+    code, text = said(capsys, "view", "--dir", str(tmp_path / "my runs"))
+    assert code == 0
+    assert "tidegate view 'a two' one --dir '" in text or "tidegate view one 'a two' --dir '" in text
+
+
 def test_a_server_that_is_started_by_hand_says_where_it_serves(tmp_path: Path) -> None:
     model = make_model_dir(tmp_path / "tiny")
     command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model), "--gateway.port=0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -99,7 +100,9 @@ def _list(parent: Path) -> int:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime((path / "metrics.jsonl").stat().st_mtime))
         table.add_row(Text(printable(path.name)), number(files.last("step"), 0), told, when)
     Console().print(table)
-    print(f"\nShow one:     tidegate view {runs[0].name}")
+    found = "" if parent == RUNS else f" --dir {shlex.quote(str(parent))}"
+    names = [shlex.quote(path.name) for path in runs[:2]]
+    print(f"\nShow one:     tidegate view {names[0]}{found}")
     if len(runs) > 1:
-        print(f"Compare some: tidegate view {runs[0].name} {runs[1].name}")
+        print(f"Compare some: tidegate view {' '.join(names)}{found}")
     return 0
