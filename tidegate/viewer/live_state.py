@@ -89,7 +89,7 @@ class LiveState:
         if scores:
             self.first_eval = {**scores, **self.first_eval}
             self.last_eval.update(scores)
-            self.eval_step = self.at
+            self.eval_step = int(scores.get("eval/step", self.at))
 
     def trend(self, key: str) -> list[float]:
         return list(self.trends.get(key, ()))

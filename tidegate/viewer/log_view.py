@@ -87,7 +87,8 @@ class PlainView:
             if known(metrics.get(key)) is not None
         ]
         if scores:
-            self._print(f"evaluation after step {int(metrics.get('step', 0))}: {'; '.join(scores)}")
+            of = metrics.get("eval/step", metrics.get("step", 0))
+            self._print(f"evaluation after step {int(of)}: {'; '.join(scores)}")
         for sign in self._signs.step(metrics):
             self._print(f"warning: {sign}")
 

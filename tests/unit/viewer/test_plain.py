@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.unit.viewer.viewer_run import evaluation, metrics_row
 from tidegate.viewer.console import SafeConsole
+from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
 
 
@@ -86,6 +87,19 @@ def test_an_evaluation_is_a_line_of_its_own(view: PlainView, console: Console) -
     (line,) = lines_of(console)
     assert "evaluation after step 0: held out, sampled 0.3" in line
     assert "held out, unseen templates 0.2" in line
+
+
+def test_an_evaluation_beside_training_is_of_the_step_that_it_evaluated(
+    view: PlainView, console: Console
+) -> None:
+    row = {"step": 7, "eval/reward": 0.5, "eval/step": 5.0}
+    view.step(row)
+    assert "evaluation after step 5: held out, sampled 0.5" in lines_of(console)[-1]
+    live = LiveState(total_steps=10, bound=2, started_at=0.0)
+    live.add_step(row, 1.0)
+    assert (live.at, live.eval_step) == (7, 5)
+    live.add_step({"step": 10, "eval/reward": 0.6}, 2.0)
+    assert live.eval_step == 10
 
 
 def test_losses_are_named(view: PlainView, console: Console) -> None:
