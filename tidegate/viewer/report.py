@@ -231,11 +231,13 @@ def _next_steps(run: RunFiles, counts: LedgerCounts | None) -> list[tuple[str, s
         return [("train from the result", f"tidegate train {config} --model.path {model}")]
     end = None if counts is None else counts.end
     status = None if end is None else end.get("status")
+    reached = end is not None and status == "completed" and bool(end.get("why"))  # trainer.until
     result: dict[str, object] = {"checkpoint": newest_checkpoint(run.dir), "status": status}
     if result["checkpoint"] is not None:
         planned, done = run.planned, run.last("step")
         finished = planned is not None and done is not None and done >= planned
-        result["resume"] = continue_command(run.dir, 2 * planned if planned and finished else None)
+        if not reached:
+            result["resume"] = continue_command(run.dir, 2 * planned if planned and finished else None)
     return next_steps(result, run.dir)
 
 

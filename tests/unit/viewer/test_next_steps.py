@@ -39,6 +39,16 @@ def test_a_failure_before_anything_was_written_suggests_nothing_that_needs_a_fil
     ]
 
 
+def test_the_report_of_a_run_that_reached_its_target_does_not_continue_it(tmp_path: Path) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    why = "the held-out reward 0.9 reached trainer.until = 0.8 at step 3"
+    run.ledger.record(entry("run", "ended", step=3, version=3, status="completed", why=why))
+    page = html.unescape(write_report(run.dir).read_text())
+    assert why in page
+    assert "tidegate engine" in page
+    assert "--resume" not in page
+
+
 def test_the_report_of_a_failed_run_suggests_the_same(tmp_path: Path) -> None:
     run = write_dashboard_run(tmp_path / "run")
     run.ledger.record(entry("run", "ended", step=3, version=3, status="failed", why="no engine responds"))
