@@ -18,12 +18,21 @@ def scalars(metrics: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+PRIVATE = ("options", "arguments", "url", "urls")
+"""Settings of any section that may contain secrets."""
+
+
 def public_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that cannot contain secrets: no gateway settings, options or engine URLs."""
-    return settings.model_dump(
-        mode="json",
-        exclude={"gateway": True, "agent": {"options"}, "env": {"options"}, "engine": {"urls"}},
-    )
+    """Return the settings that cannot contain secrets: no gateway settings, options, arguments or URLs."""
+    return _public(settings.model_dump(mode="json", exclude={"gateway"}))
+
+
+def _public(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _public(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name not in PRIVATE
+    }
 
 
 def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

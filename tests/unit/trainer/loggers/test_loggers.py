@@ -25,6 +25,7 @@ from tidegate.observer import CompositeObserver, Silent
 from tidegate.trainer.loggers import background
 from tidegate.trainer.loggers.background import BackgroundLogger
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
+from tidegate.trainer.loggers.values import public_settings
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
 BLOCK = 32_768
@@ -97,6 +98,21 @@ def test_weights_and_biases_has_every_number_and_no_key(
     steps = [json.loads(one["step"]) for one in found if "step" in one]
     assert steps == list(range(4))
     assert [json.loads(one["reward/mean"]) for one in found if "step" in one] == [0, 0.1, 0.2, 0.3]
+
+
+def test_loggers_get_no_options_and_no_addresses(tmp_path: Path) -> None:
+    judge = ["--env.judge.url=http://u:SECRET@j:1", "--env.judge.model=m", "--env.judge.rubric=r"]
+    judge += ["--env.judge.options.user=SECRET"]
+    teacher = ["--trainer.teacher.url=http://u:SECRET@t:1", "--trainer.loss.use=a.py:b"]
+    teacher += ["--trainer.loss.options.key=SECRET"]
+    engine = ["--engine.kind=sglang", "--engine.python=p", "--engine.arguments=--api-key=SECRET"]
+    settings = load_settings(None, ["--model.path=m", *judge, *teacher, *engine])
+    shown = public_settings(settings)
+    assert "SECRET" not in str(shown)
+    assert (shown["env"]["judge"]["model"], shown["trainer"]["loss"]["use"]) == ("m", "a.py:b")
+    assert "gateway" not in shown
+    services = load_settings(None, ["--model.path=m", "--env.urls=http://u:SECRET@e:1"])
+    assert "SECRET" not in str(public_settings(services))
 
 
 @pytest.mark.slow  # its import takes seconds
