@@ -18,7 +18,7 @@ class TensorBoard:
 
     def __init__(self, settings: Settings, step: int) -> None:
         self._writer = SummaryWriter(
-            str(settings.run_dir / "tensorboard"), purge_step=step + 1 if step else None, flush_secs=10
+            str(settings.run_dir / "tensorboard"), purge_step=step + 1, flush_secs=10
         )
 
     def step(self, metrics: Mapping[str, float]) -> None:

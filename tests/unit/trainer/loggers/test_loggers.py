@@ -78,6 +78,16 @@ def test_tensorboard_has_every_number_and_drops_what_a_resume_takes_back(tmp_pat
     assert found == [(step, pytest.approx(step / 10), 1000.0 + step) for step in range(7)]
 
 
+def test_tensorboard_drops_the_steps_of_a_start_that_left_no_checkpoint(tmp_path: Path) -> None:
+    """The next one takes them again, but not the evaluation before the first step."""
+    settings = settings_of(tmp_path, "tensorboard")
+    observed(settings, range(5))
+    observed(settings, range(1, 3))
+    events = EventAccumulator(str(settings.run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert [one.step for one in events.Scalars("reward/mean")] == [0, 1, 2]
+
+
 @pytest.mark.slow  # wandb starts a process of its own
 def test_weights_and_biases_has_every_number_and_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
