@@ -114,6 +114,15 @@ def test_layers_that_are_computed_again_keep_their_inputs_and_one_layer(tmp_path
     assert short["weights"] == plain["weights"]
 
 
+def test_teachers_are_among_the_processes(tmp_path: Path) -> None:
+    by_env = {"arithmetic": {"url": "http://t:1"}, "shell": {"path": str(tmp_path / "none")}}
+    plan = describe(settings_of(BASE, tmp_path, trainer={"teacher": {"path": str(BASE), "by_env": by_env}}))
+    assert f"teacher   tidegate engine --model.path={BASE} --weight-version 0" in plan
+    assert "teacher   runs already: http://t:1  # of arithmetic" in plan
+    assert f"teacher   tidegate engine --model.path={tmp_path}/none --weight-version 0  # of shell" in plan
+    assert f"trainer.teacher.by_env.shell.path = {tmp_path}/none: config.json does not exist" in plan
+
+
 def test_engines_that_run_already_take_nothing_here(tmp_path: Path) -> None:
     shape = read_shape(BASE)
     own = memory_plan(settings_of(BASE, tmp_path), shape)

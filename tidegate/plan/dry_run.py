@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
@@ -46,6 +48,7 @@ def processes(settings: Settings) -> Iterator[str]:
     else:
         several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
         yield f"engine    {shlex.join(_engine(settings))}{several}"
+    yield from _teachers(settings)
     if settings.gateway.url is not None:
         yield f"gateway   runs already: {settings.gateway.url}"
     else:
@@ -61,6 +64,20 @@ def processes(settings: Settings) -> Iterator[str]:
     trainer = settings.trainer
     others = f" and {trainer.ranks - 1} more ranks" if trainer.ranks > 1 else ""
     yield f"trainer   the run's process{others}, on {trainer.device}, {trainer.steps} steps"
+
+
+def _teachers(settings: Settings) -> Iterator[str]:
+    for env, model in settings.trainer.teacher.models.items():
+        of = f"  # of {env}" if env else ""
+        if model.path is None:
+            yield f"teacher   runs already: {model.url}{of}"
+        else:
+            arguments = engine_arguments(settings, partial(_as_engine, model.path))
+            yield f"teacher   tidegate engine {shlex.join(arguments)}{of}"
+
+
+def _as_engine(path: Path) -> tuple[Path, int]:
+    return path, 0
 
 
 def _placement(settings: Settings, cluster: str | None) -> Iterator[str]:
@@ -99,10 +116,14 @@ def _line(item: Item) -> str:
 
 
 def _missing_files(settings: Settings) -> Iterator[str]:
-    model = settings.model.path
-    for needed in ("config.json", "tokenizer_config.json"):
-        if not (model / needed).is_file():
-            yield f"model.path = {model}: {needed} does not exist"
+    models = {"model.path": settings.model.path}
+    for env, teacher in settings.trainer.teacher.models.items():
+        if teacher.path is not None:
+            models[f"trainer.teacher.{f'by_env.{env}.' if env else ''}path"] = teacher.path
+    for name, model in models.items():
+        for needed in ("config.json", "tokenizer_config.json"):
+            if not (model / needed).is_file():
+                yield f"{name} = {model}: {needed} does not exist"
 
 
 def _run_directory(settings: Settings, resume: bool, fresh: bool) -> Iterator[str]:
