@@ -330,7 +330,7 @@ def test_without_a_run_the_runs_are_listed(tmp_path: Path, capsys: pytest.Captur
     assert [line.split()[0] for line in lines[1:3]] == ["new", "old"]
     assert "0.000 → 1.000" in lines[1]
     assert lines[-2].endswith(f"tidegate view new --dir {parent}")
-    assert lines[-1].endswith("tidegate view new old")
+    assert lines[-1].endswith(f"tidegate view new old --dir {parent}")
 
 
 def test_the_verb_serves_and_ends_with_its_owner(small: Path, tmp_path: Path) -> None:
