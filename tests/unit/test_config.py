@@ -98,6 +98,10 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.reference", "m"], "it is now 'trainer.reference_model'"),
         ([*MODEL, "--trainer.steps", "many"], "trainer.steps = 'many'"),
         ([*MODEL, "--trainer.steps", "0"], "trainer.steps = 0"),
+        (
+            [*MODEL, "--trainer.learning_rate=inf"],
+            "trainer.learning_rate = inf: input should be a finite number",
+        ),
         ([*MODEL, "--trainer.max_staleness", "-1"], "a number of versions ≥ 0, or 'none'"),
         ([*MODEL, "--trainer.steps"], "--trainer.steps needs a value"),
         ([*MODEL, "steps=3"], "'steps=3' is not a setting"),

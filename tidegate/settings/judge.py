@@ -20,7 +20,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 class CriterionSettings(SettingsSection):
     rubric: Annotated[str, Field(min_length=1)]
     """What the criterion demands."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight in the mean of the criteria."""
 
 
@@ -45,14 +45,14 @@ class JudgeSettings(SettingsSection):
     """Named criteria, each a table `{rubric, weight}`; their weighted mean is the score."""
     show_answer: bool = False
     """Whether the judge sees the task's gold answer."""
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Factor of the judge's score in the reward."""
-    environment_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    environment_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor of the environment's own reward; 0: training uses the judge alone."""
     attempts: Annotated[int, Field(ge=1)] = 3
     """Calls before a verdict fails: the episode ends as infra_error, or as reward_error if a reply was
     invalid."""
-    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Deadline of one call."""
     max_concurrency: Annotated[int, Field(ge=1)] = 16
     """Calls at the same time; others queue."""

@@ -17,13 +17,13 @@ class PromotionSettings(SettingsSection):
     the live version by more than `margin`. canary: if a sequential test on the rewards of clients'
     conversations shows that. Otherwise the policy and its optimiser are restored from the live
     version."""
-    margin: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    margin: Annotated[float, Field(gt=0)] = 0.1
     """How much lower a candidate's mean reward may be."""
     engines: Annotated[int, Field(ge=1)] = 1
     """Engines that serve the candidate; the others serve the live version."""
     share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of the new conversations that sample from the candidate."""
-    max_wait_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    max_wait_s: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of the test; a candidate without a result by then is rolled back."""
 
     @model_validator(mode="after")

@@ -53,7 +53,7 @@ SecretKey = Annotated[str, AfterValidator(_secret)]
 class SettingsSection(BaseModel):
     """A group of settings; unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     selector: ClassVar[str] = "kind"
     """Setting that selects the kind of the section."""

@@ -116,9 +116,9 @@ class ServedGateway(SettingsSection):
     most a probability of 1e-4 are trained on."""
     keys: Path | None = None
     """File with the project keys of clients (`tidegate keys`)."""
-    conversation_idle_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    conversation_idle_s: Annotated[float, Field(gt=0)] = 30.0
     """Time after the last call or feedback at which a client's conversation with feedback ends."""
-    feedback_window_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    feedback_window_s: Annotated[float, Field(gt=0)] = 3600.0
     """Time after the last call at which a client's conversation without feedback ends, `unrewarded`."""
     redact: str | None = None
     """Function `file.py:name` that removes personal data from a text of a request. Only its result is
@@ -168,9 +168,9 @@ class ServedEnv(SettingsSection):
     """Arguments of the environment's constructor."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Worker processes of the environment service: rewards, states and tools of episodes."""
-    reward_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""
-    call_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 30.0
+    call_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """Timeout of a tool call, of an episode's set-up, and of a response of its counterpart."""
     judge: JudgeSettings = JudgeSettings()
 

@@ -19,7 +19,7 @@ class SFTSettings(SettingsSection):
     chats: list[Path] = []
     """Chats as JSONL files: `messages`, and `tools` if there are any. They are rendered by the model's chat
     template, and the assistant's tokens are trained on."""
-    min_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    min_reward: float = 1.0
     """Least reward of a recorded episode that is trained on."""
     per_group: Annotated[int, Field(ge=1)] | None = None
     """Number of recorded episodes of each group, those with the highest rewards; 1 is the best of each group.
@@ -43,7 +43,7 @@ class SFTSettings(SettingsSection):
     """Number of optimiser steps, instead of `epochs`."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Sequences of one optimiser step; the last of an epoch may have fewer."""
-    learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-5
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-5
     """Learning rate of AdamW after the warm-up. The default suits models of a billion parameters; small ones
     need more."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"

@@ -34,7 +34,7 @@ class TeacherModel(SettingsSection):
 
 
 class TeacherSettings(TeacherModel):
-    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the reverse KL divergence from the teacher."""
     form: Literal["advantage", "loss", "distribution"] = "advantage"
     """advantage: weight · (log p_teacher − log p_student) is added to the advantage of each token; loss:
@@ -42,14 +42,14 @@ class TeacherSettings(TeacherModel):
     teacher's `top_k` likeliest tokens is added to its loss."""
     top_k: Annotated[int, Field(ge=1)] = 16
     """Number of the teacher's likeliest tokens that the form `distribution` compares."""
-    reward_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    reward_weight: Annotated[float, Field(ge=0)] = 1.0
     """Factor of the advantages that the rewards give; 0: the teacher alone is learned from."""
     hint: str | None = None
     """Text that the teacher alone reads, as a system message before the student's prompt. `{answer}` in it
     stands for the task's gold answer."""
     max_requests: Annotated[int, Field(ge=1)] = 64
     """Requests that one teacher receives at the same time."""
-    deadline_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    deadline_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of one request, after which it is repeated. Failures are repeated for up to
     `trainer.outage_s`."""
     by_env: dict[str, TeacherModel] = {}

@@ -46,7 +46,7 @@ class LoRASettings(SettingsSection):
 class TrainerSettings(SettingsSection):
     steps: Annotated[int, Field(ge=1)] = 100
     """Number of steps of the run; each step trains on one batch."""
-    until: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    until: float | None = None
     """Held-out reward, sampled as in training, at which the run ends before `steps`. If an evaluation between
     the first and the last step reaches it, it is repeated on `eval.tasks` tasks, and the run ends if these
     reach it, too. None: the run takes all steps."""
@@ -119,7 +119,7 @@ class TrainerSettings(SettingsSection):
     staleness bound. None: publishes do not wait."""
     promotion: PromotionSettings = PromotionSettings()
     """Tests of versions before they go live."""
-    gate_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3600.0
+    gate_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of the wait that `max_stale_share` causes."""
     curriculum: CurriculumSettings = CurriculumSettings()
     """Which training tasks are issued."""

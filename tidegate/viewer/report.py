@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -242,6 +243,8 @@ def _next_steps(run: RunFiles, counts: LedgerCounts | None) -> list[tuple[str, s
 
 
 SECRET = ("key", "token", "secret", "password")
+"""Last words of the names of secrets, as in `api_key` and `--api-key`."""
+CREDENTIALS = re.compile(r"://[^/@\s]+@")
 
 
 def shown_settings(settings: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -258,5 +261,24 @@ def shown_value(key: str, value: object) -> str:
             ", ".join(f"{printable(name)} = {shown_value(name, part)}" for name, part in value.items())
             or "{}"
         )
-    hidden = isinstance(value, str) and key.rpartition("_")[2] in SECRET
-    return "(hidden)" if hidden else printable(value)
+    return printable(_without_secrets(value, key))
+
+
+def _without_secrets(value: object, name: str) -> object:
+    """Hides secrets in the value of a setting, or of the command-line argument `name`."""
+    if isinstance(value, list):  # the value of an argument follows its name
+        return [
+            _without_secrets(one, str(before)) for before, one in zip([name, *value], value, strict=False)
+        ]
+    if not isinstance(value, str):
+        return value
+    argument, equals, _ = value.partition("=")
+    if equals and _is_secret(argument):
+        return f"{argument}=(hidden)"
+    if _is_secret(name) and not value.startswith("-"):
+        return "(hidden)"
+    return CREDENTIALS.sub("://(hidden)@", value)
+
+
+def _is_secret(name: str) -> bool:
+    return re.split("[_-]", name)[-1].lower() in SECRET

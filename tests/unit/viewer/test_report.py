@@ -282,11 +282,14 @@ def test_keys_are_not_passed_on(tmp_path: Path) -> None:
     with (run_dir / "config.toml").open("a") as file:
         file.write(
             '\n[gateway]\nadmin_key = "sesame"\n[agent.options]\napi_key = "sesame"\ntokens = "plenty"\n'
+            '[engine]\narguments = ["--api-key", "sesame", "--hf-token=sesame", "--mem", "0.8"]\n'
+            'urls = ["http://me:sesame@host:1"]\n'
         )
     source = write_report(run_dir).read_text()
     assert "sesame" not in source
     assert "(hidden)" in source
-    assert "plenty" in source
+    for shown in ("plenty", "--api-key", "--hf-token=(hidden)", "--mem", "0.8", "http://(hidden)@host:1"):
+        assert shown in source
 
 
 def test_a_long_run_makes_a_small_page_quickly(tmp_path: Path) -> None:
