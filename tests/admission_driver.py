@@ -81,6 +81,10 @@ class World:
     quarantined: set[str] = field(default_factory=set)
     oldest: dict[str, int] = field(default_factory=dict)
     ready: list[str] = field(default_factory=list)
+    unranked: set[str] = field(default_factory=set)
+    """Groups to which a judge gave no verdict: the gateway never sealed them."""
+    restored: set[str] = field(default_factory=set)
+    """Groups that the last resume continued: the gateway has sealed them."""
     sealed: dict[str, list[str]] = field(default_factory=dict)
     """The attempts of each group that was ready, whose episodes the gateway has."""
     states: dict[str, str] = field(default_factory=dict)
@@ -434,7 +438,7 @@ class World:
 
     def crash(self) -> None:
         """Drops all state in memory; a new epoch resumes from the marker and the ledger."""
-        sealed = {name for name, group in self.core.groups.items() if group.phase in SEALED}
+        sealed = {name for name, group in self.core.groups.items() if group.phase in SEALED} - self.unranked
         if self.rng.random() < 0.5:
             sealed = set()
         while True:
@@ -451,6 +455,7 @@ class World:
         phases = {name: group.phase for name, group in self.core.groups.items()}
         self.ready = [name for name, phase in phases.items() if phase is Phase.READY]
         assert set(phases.values()) <= {Phase.READY, Phase.LEASED}
+        self.restored = set(phases)
         self._check_curriculum()
 
     def _past(self) -> LedgerState:

@@ -75,11 +75,14 @@ class Machine(RuleBasedStateMachine):
         group = self.world.ready.pop(which % len(self.world.ready))
         self._event(lambda: self.world.lease(group))
 
-    @precondition(lambda self: self.world.ready)
+    @precondition(lambda self: set(self.world.ready) - self.world.restored)
     @rule(which=WHICH)
     def stay_unranked(self, which: int) -> None:
-        """A judge gives no verdict on a group whose slots are settled."""
-        group = self.world.ready.pop(which % len(self.world.ready))
+        """A judge gives no verdict on a group whose slots are settled, and which is therefore not sealed."""
+        settled = [group for group in self.world.ready if group not in self.world.restored]
+        group = settled[which % len(settled)]
+        self.world.ready.remove(group)
+        self.world.unranked.add(group)
         self._event(lambda: self.world.core.fail_group(group, Outcome.REWARD_ERROR, "no verdict"))
         self._event(self.world.attempt_waiting)
 
