@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -175,11 +176,14 @@ def test_a_run_whose_groups_are_all_filtered_shows_them_and_why_it_failed(tmp_pa
     with training(run_dir, f"--env.use={tmp_path}/equal.py:Equal", *few) as run:
         assert run.wait() == 1, run.output()
     ((status, why),) = ends(run_dir)
-    assert (status, "256 groups were filtered since the last step" in (why or "")) == ("failed", True)
+    found = re.search(r"(\d+) groups were filtered since the last step", why or "")
+    assert status == "failed"
+    assert found, why
     filtered = list(read_lines(run_dir / "trajectories" / "step_000001.jsonl"))
     assert {line["state"] for line in filtered} == {"filtered"}
-    assert len({line["session_id"] for line in filtered}) == len(filtered) == 512
-    held(run_dir)
+    groups = held(run_dir).groups["filtered"]  # the trainer may have leased another one with the last
+    assert len({line["session_id"] for line in filtered}) == len(filtered) == 2 * groups
+    assert 256 <= int(found[1]) <= groups <= 258
     steps = run.output().rpartition("Next steps")[2]
     for command in (f"view {run_dir}", f"{run_dir}/logs", f"doctor {run_dir}/config.toml", "--resume"):
         assert command in steps
