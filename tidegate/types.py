@@ -351,8 +351,12 @@ class Group:
         return self.trajectories[0].client if self.trajectories else None
 
     def oldest_version(self) -> int | None:
-        """Returns the oldest version of the trainable tokens, None if any is unknown or there are none."""
-        return _oldest(trajectory.oldest_version() for trajectory in self.trajectories)
+        """Returns the oldest version of the trainable tokens, None if any is unknown or there are none.
+
+        A trajectory whose first prompt exceeded the context, for example, has no turn and does not count.
+        """
+        turns = (turn for trajectory in self.trajectories for turn in trajectory.trainable_turns())
+        return _oldest(turn.oldest_version() for turn in turns)
 
     def newest_version(self) -> int | None:
         """Returns the newest version of the trainable tokens, None if there are none."""

@@ -217,3 +217,20 @@ async def test_a_clients_group_may_be_withdrawn_while_its_line_is_written(tmp_pa
     assert ("lease-me.1", "filtered") in gateway.acked
     ends = [one["state"] for one in book if one["id"] == "me.1" and one["event"] == "ended"]
     assert ends == ["filtered"]
+
+
+async def test_an_episode_without_a_reply_does_not_make_its_group_stale() -> None:
+    batches, gateway, _ = gathered([APART, APART], dynamic_sampling=True)
+    lease = gateway.lease
+
+    async def with_a_silent_episode(*arguments: Any) -> list[Group]:
+        (group,) = await lease(*arguments)
+        group.trajectories[0].turns = []  # its first prompt exceeded the context
+        group.trajectories[0].outcome = Outcome.TRUNCATED
+        return [group]
+
+    gateway.lease = with_a_silent_episode  # type: ignore[method-assign]
+    batch = await batches.next_batch()
+    assert batch is not None
+    assert [group.oldest_version() for group in batch.groups] == [0, 0]
+    assert batch.dropped == []
