@@ -27,6 +27,7 @@ class Streaks:
         if self.filtered >= max(256, 32 * self.rules.groups_per_batch):
             return (
                 f"{self.filtered} groups were filtered since the last step: their rewards are all equal "
-                "(tasks all solved, or all too hard), or their episodes were all truncated and masked"
+                "(tasks all solved, or all too hard), their episodes were all truncated and masked, or no "
+                "episode has a token to train on"
             )
         return None

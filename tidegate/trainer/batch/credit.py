@@ -16,6 +16,7 @@ from tidegate.trainer.batch.advantage import (
     leave_one_out,
     scaled,
 )
+from tidegate.trainer.batch.rows import is_trained
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.types import Group, Outcome, Trajectory
 
@@ -80,11 +81,15 @@ class BaselineCredit:
     def should_train(self, group: Group) -> bool:
         """Whether to train on a ready group.
 
-        Groups without a trainable episode are always replaced; under dynamic sampling also those whose
+        Groups without a token to train on are always replaced; under dynamic sampling also those whose
         rewards are all equal.
         """
         advantages = self._by_episode(group, centred(self._returns(group)))
-        trained = [advantage for advantage in advantages if advantage is not None]
+        trained = [
+            advantage
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
+            if advantage is not None and any(map(is_trained, trajectory.turns))
+        ]
         return bool(trained) and (not self.settings.filters_equal_rewards or any(map(np.any, trained)))
 
     def _returns(self, group: Group) -> npt.NDArray[np.float64]:

@@ -237,3 +237,12 @@ def test_with_a_teacher_alone_every_advantage_is_zero_and_an_episode_needs_no_ot
     assert alone.should_train(group(episode(0)))
     assert alone([group(truncated)]) == [[None]]
     assert not alone.should_train(group(truncated))
+
+
+def test_groups_without_a_token_to_train_on_are_replaced_whatever_their_advantages():
+    spoken, silent, forced = episode(1), episode(0), episode(0.5)
+    silent.turns = []
+    forced.turns[0].output_mask = np.zeros(2, dtype=np.uint8)  # a grammar changed every token's distribution
+    for training in (credit(), credit(baseline="batch"), credit(teacher={"url": "http://t"})):
+        assert not training.should_train(group(silent, forced))
+        assert training.should_train(group(silent, forced, spoken))
