@@ -113,6 +113,17 @@ def test_abort_is_by_prefix(scheduler: Scheduler) -> None:
     assert {len(one.output_ids) for one in requests if not one.rid.startswith("job-1")} == {50}
 
 
+def test_requests_of_one_token_are_aborted_before_their_first_step(scheduler: Scheduler) -> None:
+    """Nothing of them is in the cache yet, so the last row that moves into a freed one has no values."""
+    requests = [generation([token], 3) for token in range(3)]
+    submit(scheduler, *requests)
+    scheduler.run_once()
+    between_steps(scheduler, lambda: scheduler._abort(requests[:2]))
+    drain(scheduler, *requests)
+    assert [one.output_ids for one in requests[:2]] == [[], []]
+    assert requests[2].output_ids == expected_output(requests[2])
+
+
 def test_pause_abort_ends_all_with_what_they_have(scheduler: Scheduler) -> None:
     requests = [generation([1, 2], 50) for _ in range(6)]
     submit(scheduler, *requests)

@@ -214,8 +214,9 @@ class RunningBatch:
     def remove(self, row: int) -> None:
         """Frees a row; the last row moves into it."""
         moved = self.slots.remove(row)
-        if moved != row:
-            self.model.cache.move(moved, row, int(self.slots.lengths[row]))
+        length = int(self.slots.lengths[row])
+        if moved != row and length:  # a prompt of one token has nothing in the cache before its first step
+            self.model.cache.move(moved, row, length)
         if self._partial is not None:
             self.model.cache.move(moved + 1, moved, self._partial.done)
 
