@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -107,24 +108,35 @@ class EngineControl:
             )
 
     async def load(self, weights: Path, version: int) -> None:
-        """Load the weights of a directory as `version`; resumes the engine in any case."""
+        """Load the weights of a directory as `version`; resumes the engine in any case, also if cancelled."""
         size = await asyncio.to_thread(_total_bytes, weights)
         body = {
             "model_path": str(weights), "weight_version": str(version), "flush_cache": True,
             "abort_all_requests": False,
         }  # fmt: skip
-        await self.pause()
         try:
-            await self.call("/update_weights_from_disk", body, size)
-            await self.verify(version)
-        finally:
+            await self.pause()
+            try:
+                await self.call("/update_weights_from_disk", body, size)
+                await self.verify(version)
+            except EngineError:
+                await self.try_resume()
+                raise
             await self.resume()
+        except asyncio.CancelledError:  # the engine may be paused, although there was no reply yet
+            await self.try_resume()
+            raise
 
     async def pause(self) -> None:
         await self.call("/pause_generation", {"mode": "retract"})
 
     async def resume(self) -> None:
         await self.call("/continue_generation", {})
+
+    async def try_resume(self) -> None:
+        """Resume the engine after an error, which counts more than that it cannot be resumed."""
+        with contextlib.suppress(EngineError):
+            await self.resume()
 
     async def verify(self, version: int) -> None:
         """Raises EngineError if the engine reports another version."""

@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from tests.fakes import FakeEngine, Fault
+from tests.waiting import eventually
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish import publisher as publish
@@ -301,6 +302,35 @@ async def test_a_load_may_take_as_long_as_its_bytes(
     async with aiohttp.ClientSession() as http:
         with pytest.raises(EngineError, match="TimeoutError"):
             await EngineControl(engines[0].url, http).version()  # it moves nothing
+
+
+@pytest.mark.parametrize("during", ["pause_generation", "update_weights_from_disk", "continue_generation"])
+async def test_a_cancelled_load_leaves_no_engine_paused(engines: list[ControlEngine], during: str) -> None:
+    engine = engines[0]
+    engine.slow[during] = 60.0
+    async with aiohttp.ClientSession() as http:
+        load = asyncio.create_task(EngineControl(engine.url, http).load(Path("weights"), 1))
+        await eventually(lambda: during in engine.calls)
+        calls = len(engine.calls)
+        engine.slow.clear()
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+    assert engine.calls[calls:] == ["continue_generation"]
+
+
+async def test_a_cancelled_load_is_cancelled_though_its_engine_cannot_be_resumed(
+    engines: list[ControlEngine],
+) -> None:
+    engine = engines[0]
+    engine.slow["update_weights_from_disk"] = 60.0
+    engine.broken["continue_generation"] = [500]
+    async with aiohttp.ClientSession() as http:
+        load = asyncio.create_task(EngineControl(engine.url, http).load(Path("weights"), 1))
+        await eventually(lambda: "update_weights_from_disk" in engine.calls)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
 
 
 def test_engine_errors_say_whether_to_try_again() -> None:
