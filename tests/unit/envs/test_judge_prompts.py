@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tidegate.envs.judge.prompts import (
@@ -12,6 +14,7 @@ from tidegate.envs.judge.prompts import (
     read_scores,
     shown,
 )
+from tidegate.envs.judge.verdicts import _FailedCallError, _text
 from tidegate.settings.judge import JudgeSettings
 from tidegate.types import Message, Outcome, Task, Trajectory
 
@@ -95,6 +98,8 @@ def test_the_last_scores_count(text: str) -> None:
         ('{"scores": {"score": 1.01}}', "from 0 to 1"),
         ('{"scores": {"score": -0.1}}', "from 0 to 1"),
         ('{"scores": {"score": NaN}}', "from 0 to 1"),
+        ('{"scores": {"score": 1e999}}', "from 0 to 1"),
+        (f'{{"scores": {{"score": {10**400}}}}}', "from 0 to 1"),
         ('{"scores": {"score": true}}', "from 0 to 1"),
         ('{"scores": {"score": "1"}}', "from 0 to 1"),
     ],
@@ -102,3 +107,9 @@ def test_the_last_scores_count(text: str) -> None:
 def test_other_replies_are_no_verdict(text: str, why: str) -> None:
     with pytest.raises(UnreadableReplyError, match=why):
         read_scores(text, ["score"])
+
+
+def test_a_number_of_tokens_that_is_not_finite_is_no_chat_completion() -> None:
+    body = b'{"usage": {"prompt_tokens": 1e999}, "choices": [{"message": {"content": "0.5"}}]}'
+    with pytest.raises(_FailedCallError, match="not a chat completion"):
+        _text(body, Counter())

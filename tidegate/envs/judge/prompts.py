@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +92,8 @@ def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
     if set(scores) != set(names):
         raise UnreadableReplyError(f"the scores are named {sorted(scores)}, not {sorted(names)}")
     for name, value in scores.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not 0 <= value <= 1:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value <= 1:  # NaN is not either
             raise UnreadableReplyError(f"the score {name} is {value!r}, not a number from 0 to 1")
     return {name: float(scores[name]) for name in names}
 

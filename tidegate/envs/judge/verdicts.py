@@ -182,7 +182,7 @@ def _text(content: bytes, spent: Counter[str]) -> str:
         for name in ("prompt_tokens", "completion_tokens"):
             spent[name] += int(usage.get(name) or 0)
         text = body["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         raise _FailedCallError(f"not a chat completion: {content[:200]!r}") from None
     if not isinstance(text, str):
         raise _FailedCallError("the reply has no text")
