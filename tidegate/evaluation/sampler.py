@@ -37,7 +37,8 @@ class SampledEpisode:
 class Sampler:
     """Samples every task of `sets` `samples` times: all tasks once, then all of them again.
 
-    An episode that ends as `infra_error` is attempted up to `max_attempts` times.
+    An episode that ends as `infra_error`, or as `cancelled` because the agents' process exited, is attempted
+    up to `max_attempts` times.
     """
 
     attempt: SampledAttempt
@@ -100,7 +101,7 @@ class Sampler:
                 trajectory = await self.attempt(f"{name}/{number}", task, seed)
             except GatewayError as error:
                 trajectory = failed(task, Outcome.INFRA_ERROR, str(error))
-            if trajectory.outcome is not Outcome.INFRA_ERROR:
+            if not trajectory.outcome.is_infrastructure_failure:
                 break
             if number + 1 < self.max_attempts:
                 await asyncio.sleep(_RETRY_S * 2**number)

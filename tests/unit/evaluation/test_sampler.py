@@ -76,13 +76,17 @@ async def test_infrastructure_is_tried_again_and_nothing_else(monkeypatch: pytes
             return failed(task, Outcome.INFRA_ERROR, "the engine died\nat line 3")
         if task.id == "t2":
             return failed(task, Outcome.AGENT_ERROR, "it broke")
+        if task.id == "t4" and number < 1:
+            return failed(task, Outcome.CANCELLED, "the agents' process exited")
         return graded(task)
 
     world = World(answer)
     one = world.sampler(samples=1)
     await one.run()
-    tries = {task: sum(f"/{task}/" in name for name, _ in world.asked) for task in ("t0", "t1", "t2", "t3")}
-    assert tries == {"t0": 3, "t1": 3, "t2": 1, "t3": 1}
+    tries = {
+        task: sum(f"/{task}/" in name for name, _ in world.asked) for task in ("t0", "t1", "t2", "t3", "t4")
+    }
+    assert tries == {"t0": 3, "t1": 3, "t2": 1, "t3": 1, "t4": 2}
     assert one.reasons == {"infra_error: the engine died": 1, "agent_error: it broke": 1}
     assert {kept.task.id: kept.trajectory.outcome.value for kept in world.kept}["t0"] == "completed"
 
