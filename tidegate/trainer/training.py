@@ -341,7 +341,7 @@ class Training:
         admission.mark_live(version)
         self.batches.on_freed()
         if self.promotion is not None:
-            self.promotion.live_step = step
+            self.promotion.set_live(step)
         if step in saved:  # it has the weights that are rolled back
             await asyncio.to_thread(checkpoints.remove, saved[step])
         self.loop.committable = True

@@ -109,6 +109,10 @@ class Promotion:
             **{f"promotion/{name}": value for name, value in decision.figures.items()},
         }
 
+    def set_live(self, step: int) -> None:
+        """Take the weights after `step` for the live ones, which were not tested: a requested roll-back."""
+        self.live_step, self._live_rewards = step, []
+
     async def _test(self, step: int, version: int, weights: Path) -> Decision:
         if self.settings.mode == "canary":
             decision = await self._canary(version, weights)

@@ -212,3 +212,19 @@ async def test_evaluations_without_episodes_promote_nothing() -> None:
     await world.promotion.publish(1)
     assert world.events == ["publishing", "rolled_back"]
     assert "too few episodes" in (world.ledger[-1]["why"] or "")
+
+
+async def test_after_a_requested_roll_back_candidates_are_compared_with_what_is_live_then() -> None:
+    world = World(1.0, "evaluated")
+    live = [1.0]
+
+    async def evaluate(step: int, version: int | None) -> list[float]:
+        return [live[0] if version is None else world.rewards] * 10
+
+    world.promotion.evaluate = evaluate
+    await world.promotion.publish(1)
+    live[0], world.rewards = 0.25, 0.5
+    world.promotion.set_live(1)
+    metrics = await world.promotion.publish(2)
+    assert world.events[-1] == "promoted"
+    assert (metrics["promotion/live_reward"], world.promotion.live_step) == (0.25, 2)
