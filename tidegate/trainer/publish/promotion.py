@@ -26,6 +26,9 @@ from tidegate.trainer.publish.sequential_test import Comparison
 POLL_S = 1.0
 EVALUATIONS = 3
 """Evaluations of a candidate before it is rolled back because too few of their episodes sampled from it."""
+SERVED_S = 3600.0
+"""Longest wait for engines that serve a candidate before its evaluation; it is rolled back then."""
+BY_HAND = "a person decided so"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,8 @@ class Promotion:
         if not live and not self.stop.is_set():
             return Decision(False, "no held-out episode of the live version had a reward")
         for _ in range(EVALUATIONS):
-            while not self.stop.is_set() and not await self._hold(version, weights):
-                await self._pause()
+            if (decision := await self._wait_for_engines(version, weights)) is not None:
+                return decision
             rewards = [] if self.stop.is_set() else await self.evaluate(step, version)
             if self.stop.is_set():
                 return None
@@ -139,10 +142,23 @@ class Promotion:
             return Decision(False, f"{EVALUATIONS} evaluations had too few episodes with its tokens alone")
         means = [sum(values) / max(1, len(values)) for values in (rewards, live)]
         comparison = Comparison(means[0], means[1], len(rewards), len(live), 0.0, 0.0)
-        promoted = means[0] >= means[1] - margin
+        decided, why = self.requested(), _why(comparison, margin)
+        promoted = means[0] >= means[1] - margin if decided is None else decided
         if promoted:
             self._live_rewards = rewards
-        return Decision(promoted, _why(comparison, margin), comparison.figures())
+        return Decision(promoted, why if decided is None else f"{BY_HAND}: {why}", comparison.figures())
+
+    async def _wait_for_engines(self, version: int, weights: Path) -> Decision | None:
+        """Wait until engines serve the candidate, or the run stops; returns a decision that comes first."""
+        limit = time.monotonic() + SERVED_S
+        while not self.stop.is_set() and not await self._hold(version, weights):
+            if (promoted := self.requested()) is not None:
+                self._live_rewards = [] if promoted else self._live_rewards
+                return Decision(promoted, f"{BY_HAND}, before engines served it")
+            if time.monotonic() >= limit:
+                return Decision(False, f"too few engines could serve it in {SERVED_S:g} s")
+            await self._pause()
+        return None
 
     async def _canary(self, version: int, weights: Path) -> Decision | None:
         """Compare the rewards of clients' conversations; None if the run stops."""
@@ -159,7 +175,7 @@ class Promotion:
                 self.progress(version, comparison)
                 why, figures = _why(comparison, margin), comparison.figures()
                 if (promoted := self.requested()) is not None:
-                    return Decision(promoted, f"a person decided so: {why}", figures)
+                    return Decision(promoted, f"{BY_HAND}: {why}", figures)
                 if (promoted := comparison.promotes(margin)) is not None:
                     return Decision(promoted, why, figures)
                 if time.monotonic() >= limit:

@@ -228,3 +228,39 @@ async def test_after_a_requested_roll_back_candidates_are_compared_with_what_is_
     metrics = await world.promotion.publish(2)
     assert world.events[-1] == "promoted"
     assert (metrics["promotion/live_reward"], world.promotion.live_step) == (0.25, 2)
+
+
+@pytest.mark.parametrize(("decided", "event"), [(True, "promoted"), (False, "rolled_back")])
+async def test_a_person_decides_about_an_evaluated_candidate(decided: bool, event: str) -> None:
+    world = World(0.0 if decided else 1.0, "evaluated")
+    world.decided = lambda: decided
+    await world.promotion.publish(1)
+    assert world.events == ["publishing", event]
+    assert "a person decided so" in (world.ledger[-1]["why"] or "")
+
+
+async def test_a_candidate_that_no_engine_can_serve_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(1.0, "evaluated")
+    monkeypatch.setattr(module, "SERVED_S", 0.05)
+
+    async def none_left(weights: Path, version: int) -> bool:
+        return False
+
+    monkeypatch.setattr(world, "ensure_serving", none_left)
+    async with asyncio.timeout(10):
+        await world.promotion.publish(1)
+    assert world.events == ["publishing", "rolled_back"]
+    assert "too few engines could serve it" in (world.ledger[-1]["why"] or "")
+
+
+async def test_a_person_decides_about_a_candidate_that_no_engine_can_serve() -> None:
+    world = World(1.0, "evaluated")
+
+    async def none_left(weights: Path, version: int) -> bool:
+        return False
+
+    world.ensure_serving = none_left  # type: ignore[method-assign]
+    world.decided = lambda: True
+    async with asyncio.timeout(10):
+        await world.promotion.publish(1)
+    assert world.events == ["publishing", "promoted"]
