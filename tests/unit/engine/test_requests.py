@@ -100,6 +100,12 @@ def test_several_samples_are_requests_of_their_own() -> None:
     assert several[1].output_ids == []
 
 
+def test_every_sample_reports_the_likeliest_ids_of_the_prompt_if_they_are_requested() -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+    several = samples_of(parse({"n": 2, "max_new_tokens": 0}, **asked))
+    assert [(each.logprob_start, each.top_logprobs) for each in several] == [(0, 2), (0, 2)]
+
+
 def test_parameters_at_their_neutral_values_are_taken() -> None:
     neutral = {"n": 1, "min_p": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None}
     neutral |= {"min_new_tokens": 0, "json_schema": None, "skip_special_tokens": None}

@@ -225,6 +225,7 @@ def samples_of(request: Generation) -> list[Generation]:
             stream=request.stream,
             return_logprob=request.return_logprob,
             logprob_start=request.logprob_start,
+            top_logprobs=request.top_logprobs,
             grammar=request.grammar.copy() if request.grammar is not None else None,
         )
         for i in range(params.n)
