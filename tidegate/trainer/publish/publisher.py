@@ -317,7 +317,9 @@ class Publisher:
         for attempt in itertools.count(1):
             present = [url for url in self.engines() if url not in unresponsive]
             failed = {url: error for url, error in failed.items() if url in present}
-            final = {url for url, error in failed.items() if not error.retryable or url in self.unavailable}
+            # An engine out of service is not waited for, unless there is no other.
+            spared = set() if self.unavailable.issuperset(present) else self.unavailable
+            final = {url for url, error in failed.items() if not error.retryable or url in spared}
             remaining = [url for url in present if url not in final | updated]
             if self.in_outage():
                 deadline = time.monotonic() + self.retry_s
@@ -337,10 +339,12 @@ class Publisher:
         return updated, failed
 
     async def _unresponsive(self, http: aiohttp.ClientSession) -> set[str]:
-        """Return the unavailable engines that still do not respond."""
-        unavailable = [url for url in self.engines() if url in self.unavailable]
+        """Return the unavailable engines that still do not respond; none if there is no other engine."""
+        urls = self.engines()
+        unavailable = [url for url in urls if url in self.unavailable]
         labels = await asyncio.gather(*(EngineControl(url, http).probe_label() for url in unavailable))
-        return {url for url, label in zip(unavailable, labels, strict=True) if label is None}
+        away = {url for url, label in zip(unavailable, labels, strict=True) if label is None}
+        return set() if away.issuperset(urls) else away
 
     async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
         try:

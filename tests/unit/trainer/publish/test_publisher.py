@@ -377,3 +377,28 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
     finally:
         await engine.stop()
     assert len(engine.requests) == 1
+
+
+async def test_engines_that_are_all_out_of_service_and_away_are_named(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    away = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+    stage.urls[:] = [away]
+    stage.publisher.mark_unavailable([away])
+    with pytest.raises(PublishError, match=f"to any engine: engine {away}"):
+        await stage.publisher.publish(1)
+
+
+async def test_the_only_engine_is_waited_for_also_if_it_is_out_of_service(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    stage.urls[:] = [engines[0].url]
+    stage.publisher.mark_unavailable(stage.urls)
+    stage.publisher.retry_s = 10.0
+    engines[0].broken["pause_generation"] = [503, 503]
+    await stage.publisher.publish(1)
+    assert engines[0].version == "1"
+    assert stage.restored == [engines[0].url]
