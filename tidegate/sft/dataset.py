@@ -77,9 +77,9 @@ def split(
 ) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
     """Split sequences into those for training and for validation, by task.
 
-    A share of the tasks, at least one if the share is above 0, is for validation.
+    A share of the tasks with a sequence, at least one if the share is above 0, is for validation.
     """
-    tasks = sorted({each.task for each in demonstrations})
+    tasks = sorted({each.task for each in demonstrations if each.rows})
     number = max(1, round(share * len(tasks))) if share else 0
     order = np.random.default_rng([seed, 2**32 - 1]).permutation(len(tasks))
     held = {tasks[index] for index in order[:number]}

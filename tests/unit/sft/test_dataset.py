@@ -41,6 +41,12 @@ def test_a_share_of_the_tasks_is_for_validation(share: float, held: int) -> None
     assert tasks_of(split(several(10, 3), share, seed=0)[1]) == tasks_of(validation)
 
 
+def test_a_task_without_a_sequence_is_no_part_of_the_share() -> None:
+    nothing = [demonstration(f"empty{task}", f"e{task}", []) for task in range(40)]
+    training, validation = split([*several(10, 1), *nothing], 0.2, seed=0)
+    assert (len(training), len(validation)) == (8, 2)
+
+
 def test_every_epoch_has_each_sequence_once_in_another_order() -> None:
     training, _ = split(several(10, 1), 0.0, seed=0)
     data = TuningData(training, [], batch_size=4, seed=3)
