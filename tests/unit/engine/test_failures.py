@@ -100,6 +100,31 @@ def test_when_a_step_fails_all_get_an_error_and_nothing_is_accepted_any_more(
     assert "Traceback" in caplog.text
 
 
+def test_a_cancelled_call_does_not_hide_a_failed_step(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths: list[bool] = []
+    delivered: list[Generation] = []
+    scheduler = Scheduler(
+        decoder,
+        max_slots=2,
+        version="0",
+        deliver=delivered.extend,
+        on_failure=lambda: deaths.append(True),
+    )
+
+    def fail(_: object) -> None:
+        scheduler.call(scheduler.resume).cancel()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(decoder, "decode", fail)
+    one = generation([1, 2], 5)
+    submit(scheduler, one)
+    scheduler.start()
+    scheduler._thread.join(10)
+    assert (deaths, delivered, one.error) == ([True], [one], "the engine ended: out of memory")
+
+
 def test_stop_ends_requests_in_flight_with_an_error(scheduler: Scheduler) -> None:
     scheduler.call(lambda: scheduler.pause("in_place"))
     one = generation([1, 2], 5)

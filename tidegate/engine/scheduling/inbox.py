@@ -29,6 +29,11 @@ class SchedulerCall:
         except Exception as error:  # noqa: BLE001 - passed to the caller
             self.result.set_exception(error)
 
+    def fail(self, error: EngineError) -> None:
+        """Passes an error to the caller in place of running the function."""
+        if self.result.set_running_or_notify_cancel():
+            self.result.set_exception(error)
+
 
 class Inbox:
     """FIFO queue with many producer threads and one consumer. Raises EngineError once it is closed."""

@@ -344,7 +344,7 @@ class Scheduler:
         self._waiting.clear()
         for item in self._inbox.take(wait=False):
             if isinstance(item, SchedulerCall):
-                item.result.set_exception(EngineError(why, retryable=True))
+                item.fail(EngineError(why, retryable=True))
             else:
                 item.error = why
                 self._notices.append(item)
