@@ -286,6 +286,7 @@ class World:
         alike = {
             "solved": sum(group.solved == group.episodes for group in ended),
             "failed": sum(group.solved == 0 for group in ended),
+            "cut": 0,
         }
         assert self.core.filtered_alike == Counter(alike)
 

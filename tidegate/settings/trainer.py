@@ -78,9 +78,9 @@ class TrainerSettings(SettingsSection):
     exited) before it is given up. They never quarantine the task, and those of an outage do not count."""
     max_stale_retries: Annotated[int, Field(ge=0)] = 2
     """Times that a task is issued again after its group became stale, before another task replaces it."""
-    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
-    """Learning rate of AdamW after the warm-up. The default suits models of a billion parameters; small ones
-    need more."""
+    learning_rate: Annotated[float, Field(ge=0)] | None = None
+    """Learning rate of AdamW after the warm-up. None: by the number of parameters, from 3e-4 for a million to
+    1e-6 for a billion and more; ten times as high with LoRA."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate; `linear` and `cosine` fall to a tenth at the last step."""
     ess_scaling: bool = False

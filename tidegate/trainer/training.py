@@ -438,6 +438,7 @@ class Training:
             "groups/leased": float(phases.count("leased")),
             "groups/filtered_solved": float(admission.filtered_alike["solved"]),
             "groups/filtered_failed": float(admission.filtered_alike["failed"]),
+            "groups/filtered_cut": float(admission.filtered_alike["cut"]),
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),

@@ -42,7 +42,8 @@ def run(seed: int = 0, **curves: Curve | None) -> SignWatch:
         "entropy": line(0.6, 0.4), "repetition_mean": flat(0.05), "length_mean": line(100, 130),
         "reward_mean": line(0.4, 0.6), "reward_std": flat(0.5), "reward_zero_variance_ratio": flat(0.5),
         "reward_all_solved_ratio": flat(0.3), "reward_all_failed_ratio": flat(0.2),
-        "selection_filtered_groups": flat(8), "eval_reward": line(0.4, 0.6), "eval_episodes": flat(200),
+        "lag_kl": flat(1e-3), "staleness_mean": flat(1.5), "selection_filtered_groups": flat(8),
+        "eval_reward": line(0.4, 0.6), "eval_episodes": flat(200),
     }  # fmt: skip
     exact = ("judge_diverging", "eval_episodes", "selection_filtered_groups")
     watch = SignWatch()
@@ -52,7 +53,9 @@ def run(seed: int = 0, **curves: Curve | None) -> SignWatch:
             evaluated = name.startswith("eval")
             if curve is not None and (step % 10 == 0 if evaluated else step > 0):
                 noise = 1.0 if name in exact else rng.gauss(1.0, 0.03)
-                row[name.replace("_", "/", 1) if name != "entropy" else name] = curve(max(step, 1)) * noise
+                row[name.replace("_", "/", 1) if name not in ("entropy", "lag_kl") else name] = (
+                    curve(max(step, 1)) * noise
+                )
         watch.step(row)
     return watch
 
@@ -70,6 +73,7 @@ TRIGGERS: dict[str, dict[str, Curve]] = {
     APART: {"judge_agreement": line(0.8, 0.25)},
     FILTERED: {"reward_zero_variance_ratio": flat(0.95), "reward_all_failed_ratio": flat(0.9),
                "reward_all_solved_ratio": flat(0.05)},
+    "policy stands still": {"lag_kl": flat(2e-8), "reward_mean": flat(0.5)},
 }  # fmt: skip
 
 QUIET: dict[str, list[dict[str, Curve | None]]] = {
@@ -95,6 +99,12 @@ QUIET: dict[str, list[dict[str, Curve | None]]] = {
          "eval_episodes": flat(12)},
     ],
     APART: [{"judge_agreement": line(0.8, 0.55)}, {"judge_agreement": flat(0.4), "judge_diverging": flat(0)}],
+    "policy stands still": [
+        {"lag_kl": flat(5e-6), "reward_mean": flat(0.5)},
+        {"lag_kl": flat(0.0), "staleness_mean": flat(0.0), "reward_mean": flat(0.5)},  # on policy
+        {"lag_kl": flat(2e-8), "reward_mean": flat(0.9), "reward_all_solved_ratio": flat(0.7)},
+        {"lag_kl": flat(2e-8), "reward_mean": line(0.1, 0.9)},
+    ],
     FILTERED: [
         {"reward_zero_variance_ratio": flat(0.7)},
         # Compared over the batch: groups of one episode are always alike and never filtered.
@@ -118,6 +128,19 @@ def test_a_series_with_the_fault_triggers_its_sign_alone(name: str) -> None:
 def test_a_similar_series_without_the_fault_does_not(name: str, case: int) -> None:
     for seed in range(5):
         assert not run(seed, **QUIET[name][case]).current
+
+
+def test_failures_of_cut_replies_are_not_taken_for_hard_tasks() -> None:
+    curves = {**TRIGGERS[FILTERED], "length_cut_ratio": flat(0.95)}
+    remedy = run(0, **curves).current[FILTERED].sign.remedy
+    assert "cut at a token limit" in remedy
+    assert "too hard" not in remedy
+    watch = SignWatch()
+    counts = {"groups/filtered": 120, "groups/filtered_failed": 120, "groups/filtered_cut": 119}
+    sign = watch.state(counts)
+    assert sign is not None
+    assert "raise sampling.max_tokens" in str(sign)
+    assert "119 with every reply cut" in sign.numbers
 
 
 def test_the_newest_value_of_diverging_is_a_sign_at_once() -> None:

@@ -304,11 +304,19 @@ class Admission:
         self.lease(group.id, oldest, newest, group.solved())
         return None
 
-    def filter_group(self, group_id: str) -> None:
-        """End a group that yields no gradient (equal rewards, or a loss that is not finite)."""
+    def filter_group(self, group_id: str, *, cut: bool = False) -> None:
+        """End a group that yields no gradient (equal rewards, or a loss that is not finite).
+
+        Args:
+            group_id: The group.
+            cut: Whether every episode of the group was cut at a token limit.
+        """
         self.streaks.filtered += 1
         group = self.groups[group_id]
         self._count_filtered(group.solved, len(group.successful_attempts()))
+        cut_and_failed = cut and group.solved == 0
+        self.filtered_alike["cut"] += cut_and_failed
+        self.streaks.cut += cut_and_failed
         self._in_flight.end(group, State.FILTERED)
 
     def _count_filtered(self, solved: int | None, episodes: int) -> None:
@@ -343,7 +351,7 @@ class Admission:
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
         self.curriculum.step = step
-        self.streaks.filtered = 0
+        self.streaks.filtered = self.streaks.cut = 0
         self._in_flight.step(selection, step)
 
     # ------------------------------------------------------------------ publishing

@@ -27,7 +27,7 @@ from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
 from tidegate.trainer.policy.gradient import GradientStep
 from tidegate.trainer.policy.lora import Adapter, merge_unit
-from tidegate.trainer.policy.optimizer import adamw, learning_rate
+from tidegate.trainer.policy.optimizer import adamw, learning_rate, suitable_rate
 from tidegate.trainer.policy.ranks import Ranks
 from tidegate.types import Logprobs
 from tidegate.weights.process_group import buckets
@@ -89,6 +89,9 @@ class Policy:
         reference: Any = None,
         ranks: Ranks | None = None,
     ) -> None:
+        if settings.learning_rate is None:
+            rate = suitable_rate(model.num_parameters(), lora=bool(settings.lora.rank))
+            settings = settings.model_copy(update={"learning_rate": rate})
         self.model = model
         self.settings = settings
         self.ranks = ranks or Ranks(settings)

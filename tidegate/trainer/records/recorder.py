@@ -83,7 +83,7 @@ class Recorder:
             **tool_metrics(trained + dropped),
             **_versions(trained),
             **length_metrics(trained),
-            **cut_ratio(trained + dropped),
+            "length/cut_ratio": cut_ratio(trained + dropped),
             **repetition_metrics(trained + dropped),
             **_turns(trained),
             **_selection(trained, dropped),

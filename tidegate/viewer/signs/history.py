@@ -14,8 +14,8 @@ WINDOW = 10
 MOST_EARLIER = 100
 KEPT = (
     "entropy", "repetition/mean", "length/mean", "reward/mean", "reward/std", "reward/zero_variance_ratio",
-    "reward/all_solved_ratio", "reward/all_failed_ratio", "judge/agreement", "judge/diverging",
-    "selection/filtered_groups",
+    "length/cut_ratio", "reward/all_solved_ratio", "reward/all_failed_ratio", "judge/agreement",
+    "judge/diverging", "selection/filtered_groups", "lag_kl", "staleness/mean", "learning_rate",
 )  # fmt: skip
 
 

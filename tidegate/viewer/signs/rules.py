@@ -25,6 +25,8 @@ AGREEMENT_FALL = 0.4
 """Fall of the agreement from its best window."""
 EQUAL_GROUPS = 0.8
 """Share of groups whose rewards are all equal."""
+STILL = 1e-6
+"""KL divergence, in nats per token, between policies one version apart. Runs that learn have 1e-4 to 1e-2."""
 APART = "judge apart from verifier"
 FILTERED = "everything filtered"
 
@@ -161,17 +163,30 @@ def everything_filtered(history: MetricHistory) -> Sign | None:
     if equal is None or equal.mean < EQUAL_GROUPS or filtered is None or not filtered.mean:
         return None
     solved, failed = history.last("reward/all_solved_ratio"), history.last("reward/all_failed_ratio")
+    cut = history.last("length/cut_ratio")
     causes = (0.0, 0.0) if solved is None or failed is None else (solved.mean, failed.mean)
     return Sign(
         FILTERED, "reward/zero_variance_ratio",
         f"share of groups with equal rewards {_in(equal)}: {number(causes[0], 2)} all solved, "
         f"{number(causes[1], 2)} all failed",
-        f"{number(EQUAL_GROUPS, 1)} or more", remedy_of_equal_groups(*causes),
+        f"{number(EQUAL_GROUPS, 1)} or more",
+        remedy_of_equal_groups(*causes, 0.0 if cut is None else cut.mean),
     )  # fmt: skip
 
 
-def remedy_of_equal_groups(solved: float, failed: float) -> str:
-    """Returns what to do about groups with equal rewards, by the cause of most of them."""
+def remedy_of_equal_groups(solved: float, failed: float, cut: float) -> str:
+    """Returns the remedy for groups with equal rewards, by the cause of most of them.
+
+    Args:
+        solved: Number or share of groups whose episodes all succeeded.
+        failed: Number or share of groups whose episodes all failed.
+        cut: Number or share of groups whose replies were all cut at a token limit.
+    """
+    if failed and 2 * cut > failed:
+        return (
+            "Replies are cut at a token limit before they can earn a reward: raise sampling.max_tokens, "
+            "engine.max_context or the agent's own max_tokens, or ask for shorter replies."
+        )
     if solved > failed:
         return "The tasks are too easy: take harder ones, set trainer.curriculum, or end the run."
     return (
@@ -180,8 +195,31 @@ def remedy_of_equal_groups(solved: float, failed: float) -> str:
     )
 
 
+def policy_stands_still(history: MetricHistory) -> Sign | None:
+    """Sampler and trainer agree although they are versions apart: the updates change nothing."""
+    lag, staleness = history.last("lag_kl"), history.last("staleness/mean")
+    reward, before = history.last("reward/mean"), history.last("reward/mean", back=1)
+    if lag is None or staleness is None or staleness.mean < 0.5 or reward is None or before is None:
+        return None
+    # The KL divergence grows with the square of the distance.
+    if lag.mean >= STILL * staleness.mean**2 or reward.mean > before.mean + ERRORS * _errors(reward, before):
+        return None
+    solved, rate = history.last("reward/all_solved_ratio"), history.newest("learning_rate")
+    if solved is not None and solved.mean >= SOLVED:
+        return None
+    return Sign(
+        "policy stands still", "lag_kl",
+        f"KL divergence {lag.mean:.1e} nats per token in {lag.steps}, over {number(staleness.mean, 1)} "
+        "versions",
+        f"below {STILL:.0e} for one version while the reward does not rise",
+        "The updates are too small to change the policy. Raise trainer.learning_rate"
+        + (f" (now {rate:.1e}); without it, a rate that suits the model's size is taken." if rate else "."),
+    )  # fmt: skip
+
+
 RULES: tuple[Callable[[MetricHistory], Sign | None], ...] = (
     entropy_collapse, repetition_rise, length_explosion, held_out_fall, judge_diverges, everything_filtered,
+    policy_stands_still,
 )  # fmt: skip
 
 

@@ -67,9 +67,14 @@ class SignWatch:
         A run whose groups are all filtered takes no step, so its metrics do not show it.
         """
         now = {**self._last, **{key: known(value) or 0.0 for key, value in snapshot.items()}}
-        filtered, solved, failed = (
+        filtered, solved, failed, cut = (
             now.get(key, 0.0) - self._last.get(key, 0.0)
-            for key in ("groups/filtered", "groups/filtered_solved", "groups/filtered_failed")
+            for key in (
+                "groups/filtered",
+                "groups/filtered_solved",
+                "groups/filtered_failed",
+                "groups/filtered_cut",
+            )
         )
         useful = now.get("groups/leased", 0.0)
         if self._waiting or filtered < MANY or useful > FEW * (filtered + useful):
@@ -78,10 +83,11 @@ class SignWatch:
         sign = Sign(
             FILTERED, "groups/filtered",
             f"{number(filtered, 0)} groups filtered since step {max(0, self.history.step)}: "
-            f"{number(solved, 0)} all solved, {number(failed, 0)} all failed; {number(useful, 0)} can be "
-            "trained on",
+            f"{number(solved, 0)} all solved, {number(failed, 0)} all failed"
+            + (f" ({number(cut, 0)} with every reply cut at a token limit)" if cut else "")
+            + f"; {number(useful, 0)} can be trained on",
             f"{MANY} filtered, at most {number(100 * FEW, 0)}% with different rewards",
-            remedy_of_equal_groups(solved, failed),
+            remedy_of_equal_groups(solved, failed, cut),
         )  # fmt: skip
         return sign if self._hold(sign, max(0, self.history.step)) else None
 

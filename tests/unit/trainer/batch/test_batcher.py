@@ -144,9 +144,26 @@ async def test_groups_that_are_all_solved_and_all_failed_are_two_numbers(tmp_pat
     )
     found = recorder.batch_metrics(await batches.next_batch(), 1)
     assert (found["reward/all_solved_ratio"], found["reward/all_failed_ratio"]) == (1 / 5, 2 / 5)
-    assert batches.admission.filtered_alike == {"solved": 1, "failed": 2}
+    assert batches.admission.filtered_alike == {"solved": 1, "failed": 2, "cut": 0}
     ended = [one for one in book if (one["kind"], one["event"]) == ("group", "ended")]
     assert [(one["solved"], one["episodes"]) for one in ended] == [(2, 2), (0, 2), (0, 2)]
+
+
+async def test_a_group_that_failed_because_every_reply_was_cut_is_counted(tmp_path: Path) -> None:
+    batches, gateway, _ = gathered([[0.0, 0.0], [0.0, 0.0], ALIKE, APART, APART], dynamic_sampling=True)
+    lease, first = gateway.lease, []
+
+    async def cut(*arguments: Any) -> list[Group]:
+        groups = await lease(*arguments)
+        if groups and not first:
+            first.append(groups[0].id)
+            for episode in groups[0].trajectories:
+                episode.turns[0].finish_reason = "length"
+        return groups
+
+    batches.gateway = cast(Any, SimpleNamespace(lease=cut, ack=gateway.ack))
+    await batches.next_batch()
+    assert batches.admission.filtered_alike == {"solved": 1, "failed": 2, "cut": 1}
 
 
 async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:

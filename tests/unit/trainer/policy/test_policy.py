@@ -22,6 +22,7 @@ from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.advantage import centred, group_deviation, scaled
 from tidegate.trainer.batch.microbatch import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
+from tidegate.trainer.policy.optimizer import suitable_rate
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Trajectory
 
@@ -168,6 +169,19 @@ def test_learning_rate_zero_changes_nothing(base):
     before = weights_of(policy)
     policy.update(make_rows(4), version=3)
     assert unchanged(policy, before)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "lora", "rate"),
+    [
+        (900_000, False, 3e-4),
+        (135_000_000, False, 6e-6),
+        (8_000_000_000, False, 1e-6),
+        (8_000_000_000, True, 1e-5),
+    ],
+)
+def test_the_default_rate_suits_the_size_of_the_model(parameters: int, lora: bool, rate: float) -> None:
+    assert suitable_rate(parameters, lora=lora) == rate
 
 
 def test_the_learning_rate_warms_up_and_stays(base):

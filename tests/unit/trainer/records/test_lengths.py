@@ -75,8 +75,8 @@ def test_cut_episodes_are_those_whose_last_delivered_reply_was_cut() -> None:
     cut.turns[1].finish_reason = "length"
     earlier.turns[0].finish_reason = "length"
     lost.turns[0].finish_reason, lost.turns[1].delivered = "length", False
-    assert cut_ratio([whole, cut, earlier, lost]) == {"length/cut_ratio": 0.5}
-    assert cut_ratio([]) == {}
+    assert cut_ratio([whole, cut, earlier, lost]) == 0.5
+    assert cut_ratio([]) == 0.0
 
 
 def test_a_step_counts_dropped_episodes_as_cut_and_repeated_but_not_in_lengths(tmp_path: Path) -> None:
