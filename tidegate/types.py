@@ -322,6 +322,11 @@ class Trajectory:
         """Yields the turns whose reply reached the agent."""
         return (turn for turn in self.turns if turn.delivered)
 
+    def cut(self) -> bool:
+        """Whether the last delivered reply ended at its token limit or at the context."""
+        last = [*self.delivered_turns()][-1:]
+        return bool(last) and last[0].finish_reason == "length"
+
     def trainable_turns(self) -> Iterator[Turn]:
         """Yields the turns that may be trained on."""
         return (turn for turn in self.turns if turn.trainable)

@@ -122,6 +122,8 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
 def _hint(episode: TrialEpisode) -> str:
     if "context_length_exceeded" in episode.refusals:
         return "its prompt exceeds the engine's context (engine.max_context of embedded engines)"
+    if "wrong_address" in episode.refusals:
+        return "give its client session.base_url as it is, with /v1 (Anthropic's: without)"
     if not episode.trajectory.turns and "Connection" in (episode.summary.error or ""):
         return "it must call session.base_url, not an address of its own"
     return ""

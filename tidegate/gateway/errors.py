@@ -40,9 +40,26 @@ def unsupported(param: str, reason: str) -> ApiError:
     return ApiError(f"{param}: {reason}", code="unsupported_parameter", param=param)
 
 
+_ADDRESSES = (
+    "an OpenAI client's base URL is http://HOST:PORT/s/SESSION/v1 for an episode (session.base_url) or "
+    "http://HOST:PORT/v1, and an Anthropic client's is the same without /v1"
+)
+_DATA_PLANE = re.compile(r"/(chat/completions|completions|responses|messages|models|embeddings)(/|$)")
+
+
+def wrong_address(method: str, path: str) -> ApiError | None:
+    """Returns the error for a path that an SDK calls with a wrong base URL; None if no SDK calls it."""
+    if not path.startswith(("/v1/", "/s/")) and not _DATA_PLANE.search(path):
+        return None
+    return ApiError(
+        f"{method} {path[:200]}: there is no such route; {_ADDRESSES}", status=404, code="wrong_address"
+    )
+
+
 def wrong_key() -> ApiError:
     return ApiError(
-        "the API key is not valid for this session",
+        "the API key is not valid for this session: an episode's key is session.api_key, and opens its "
+        f"session only; {_ADDRESSES}",
         status=401,
         type="authentication_error",
         code="invalid_api_key",

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, AuthenticationError, NotFoundError
 
 from tests.clients.support import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, process
 from tests.fakes import served
@@ -193,3 +193,27 @@ async def test_completions(room: Room, streamed: bool) -> None:
     assert [
         room.gateway.renderer.decode(turn.output_ids.tolist()) for turn in episode.trajectory.turns
     ] == texts
+
+
+@pytest.mark.parametrize("tail", ["", "/v1/v1", "/openai/v1"])
+async def test_a_wrong_base_url_is_told_the_right_one(room: Room, tail: str) -> None:
+    root = room.access.base_url.removesuffix("/v1")
+    for base in (root, root.split("/s/")[0]):
+        wrong = room.openai.with_options(base_url=base + tail)
+        for call in (
+            wrong.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}]),
+            wrong.responses.create(model="any", input="hi"),
+            wrong.models.list(),
+        ):
+            with pytest.raises(NotFoundError, match=r"http://HOST:PORT/s/SESSION/v1 .*session.base_url"):
+                await call
+    claude = room.anthropic.with_options(base_url=room.access.base_url)
+    with pytest.raises(anthropic.NotFoundError, match="an Anthropic client's is the same without /v1"):
+        await claude.messages.create(model="m", max_tokens=4, messages=[{"role": "user", "content": "hi"}])
+    assert room.gateway.metrics.refusals["wrong_address"] == 7
+
+
+async def test_a_wrong_key_is_told_where_the_right_one_is(room: Room) -> None:
+    stranger = room.openai.with_options(api_key="sk-other")
+    with pytest.raises(AuthenticationError, match=r"an episode's key is session.api_key"):
+        await stranger.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])

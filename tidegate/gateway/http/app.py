@@ -17,14 +17,14 @@ from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, completions, messages, responses
-from tidegate.gateway.errors import ApiError
+from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import attempts, clients, direct, openapi, schemas, tools
 from tidegate.gateway.http.direct import admin_key
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
 from tidegate.gateway.http.mcp import McpServer
 from tidegate.gateway.http.prometheus import collect
-from tidegate.gateway.http.response import error_response, unless_disconnected
+from tidegate.gateway.http.response import count, error_response, unless_disconnected
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import exposition
@@ -82,14 +82,15 @@ class AuthMiddleware:
     """Checks the admin key, then reads the body with limits, before the control plane handles a request."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
-        self._admin = admin_key(gateway)
+        self._admin, self._metrics = admin_key(gateway), gateway.metrics
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], dict(scope["headers"])
         try:
-            if path.startswith(("/v1/", "/s/")):
-                raise GatewayError(f"{scope['method']} {path}: there is no such route", status=404)
+            if (wrong := wrong_address(scope["method"], path)) is not None:
+                count(self._metrics, wrong)
+                raise wrong
             if path not in _OPEN:
                 self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
             body = await read_body(receive)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate.errors import GatewayError, TidegateError
-from tidegate.gateway.errors import ApiError
+from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.response import error_response, unless_disconnected
 from tidegate.gateway.ids import new_id
@@ -301,5 +301,11 @@ _ERRORS: dict[Any, Callable[[Request, Any], Response]] = {
     Refused: lambda _, error: _forward(error.answer),
     GatewayError: lambda _, error: error_response(str(error), error.status or 400),
     ClientGone: lambda *_: Response(status_code=499),
-    404: lambda request, _: error_response(f"no route {request.method} {request.url.path}", 404),
+    404: lambda request, _: error_response(
+        str(
+            wrong_address(request.method, request.url.path)
+            or f"{request.method} {request.url.path}: there is no such route"
+        ),
+        404,
+    ),
 }

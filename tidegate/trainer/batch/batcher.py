@@ -17,7 +17,6 @@ from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
-from tidegate.trainer.records.lengths import cut_ratio
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
@@ -187,7 +186,7 @@ class Batcher:
             return None
         if not self.should_train(group):
             self._groups[group.id] = group
-            self.admission.filter_group(group.id, cut=cut_ratio(group.trajectories) == 1.0)
+            self.admission.filter_group(group.id, cut=all(one.cut() for one in group.trajectories))
             return await self._drop(group.id, State.FILTERED)
         self.add(group)
         return None

@@ -29,8 +29,7 @@ def length_metrics(trained: Sequence[Trajectory]) -> dict[str, float]:
 
 def cut_ratio(episodes: Sequence[Trajectory]) -> float:
     """Return the share of episodes whose last delivered reply ended at its token limit or at the context."""
-    ends = [turn.finish_reason for episode in episodes for turn in [*episode.delivered_turns()][-1:]]
-    return ends.count("length") / max(1, len(episodes))
+    return sum(episode.cut() for episode in episodes) / max(1, len(episodes))
 
 
 def repetition_metrics(episodes: Iterable[Trajectory]) -> dict[str, float]:
