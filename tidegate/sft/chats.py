@@ -16,7 +16,7 @@ import orjson
 
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.rendering.messages import template_form
+from tidegate.gateway.rendering.messages import in_call_order, template_form
 from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
 from tidegate.sft.demonstration import Demonstration, demonstration
 from tidegate.types import Ids, Message
@@ -93,7 +93,8 @@ def encode_chat(
         ApiError: A message is invalid, or the template rejects it.
         ConfigError: The template does not render a reply as the model would sample it.
     """
-    forms = [_escaped(renderer, template_form(message, index)) for index, message in enumerate(messages)]
+    forms = in_call_order([template_form(message, index) for index, message in enumerate(messages)])
+    forms, tools = [escaped(renderer, form) for form in forms], renderer.codec.escape_all(tools)
     sequences: list[tuple[list[int], list[bool]]] = []
     last = 0
     for index in [index for index, form in enumerate(forms) if index and form["role"] == "assistant"]:
@@ -111,9 +112,10 @@ def encode_chat(
     return [(np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_)) for ids, mask in sequences]
 
 
-def _escaped(renderer: Renderer, form: Message) -> Message:
-    """Escape special-token text in messages that the model does not write."""
-    return form if form["role"] == "assistant" else dict(renderer.codec.escape_all(form))
+def escaped(renderer: Renderer, form: Message) -> Message:
+    """Escape special-token text, which a message or a reply can only quote."""
+    sampled = {"content", "reasoning_content"} if form["role"] == "assistant" else set()
+    return {key: renderer.codec.escape_all(item, sampled=key in sampled) for key, item in form.items()}
 
 
 def _continuation(
@@ -131,6 +133,12 @@ def _continuation(
 
 def reply_ids(renderer: Renderer, before: list[Message], reply: Message, tools: Any) -> list[int]:
     """Return the ids of a reply after a prompt, up to and including the token that ends it.
+
+    Args:
+        renderer: Renders it.
+        before: Template forms of the messages before it, without special-token text.
+        reply: Its template form, likewise.
+        tools: Schemas of the tools, likewise, or None.
 
     Raises:
         ApiError: The template rejects the messages.

@@ -15,7 +15,7 @@ from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.loading import did_you_mean
 from tidegate.program import advise_extra
 from tidegate.settings.sft import SFTSettings
-from tidegate.sft.chats import reply_ids
+from tidegate.sft.chats import escaped, reply_ids
 from tidegate.sft.demonstration import Demonstration, demonstration
 from tidegate.trainer.records.export import corrections_of, is_left_out, sequences_of
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
@@ -163,7 +163,7 @@ def _correction(
     turns = [turn for turn in trajectory.turns if turn.index == index]
     if not turns or len(messages) < 2:
         raise ConfigError(f"{place}: there is no reply {index} to correct")
-    forms = [template_form(message, at) for at, message in enumerate(messages)]
+    forms = [escaped(renderer, template_form(message, at)) for at, message in enumerate(messages)]
     reply = reply_ids(renderer, forms[:-1], forms[-1], None)
     prompt = trajectory.prompt_ids(turns[0])
     ids = np.concatenate([prompt, np.array(reply, dtype=np.int32)])

@@ -20,6 +20,7 @@ from tidegate.gateway.dialects.responses_items import (
 )
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
+from tidegate.gateway.rendering.messages import in_call_order
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
@@ -146,7 +147,7 @@ def _messages(
     messages += read_items(payload.get("input") or [], recorded_reply)
     if not messages:
         raise ApiError("input: a text or a list of items is required", param="input")
-    return messages
+    return in_call_order(messages)
 
 
 def _previous(payload: dict[str, Any], session: GatewaySession) -> tuple[TurnNode, bool] | None:

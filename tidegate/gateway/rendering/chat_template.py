@@ -83,7 +83,6 @@ def _environment() -> jinja2.Environment:
     environment.filters["tojson"] = _tojson
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _PublicNamespace,
     }
@@ -103,6 +102,18 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._special = dict(tokenizer.special_tokens_map)
         self._compiled: dict[bool, jinja2.Template] = {}
+        self._date_formats: dict[str, None] = {}
+        """Formats in which renderings so far wrote the time; ordered."""
+
+    def dates(self) -> list[str]:
+        """Returns the present time as the template writes it: a text that it rendered is valid as long as
+        this does not change. Empty for templates that write no time."""
+        now = datetime.now()
+        return [now.strftime(form) for form in tuple(self._date_formats)]
+
+    def _strftime_now(self, form: str) -> str:
+        self._date_formats[form] = None
+        return datetime.now().strftime(form)
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -124,7 +135,7 @@ class ChatTemplate:
             tools=tools or None,
             documents=None,
             add_generation_prompt=prompt,
-            **{**self._special, **options},
+            **{**self._special, "strftime_now": self._strftime_now, **options},
         )
         return unescape_json(text)
 

@@ -48,6 +48,40 @@ def template_form(message: Any, index: int) -> Message:
     return form
 
 
+def in_call_order(messages: list[Message]) -> list[Message]:
+    """Returns messages with the results of each reply's tool calls in the order of the calls.
+
+    Clients send results as they complete, and say by id which call each answers. Many templates write no ids,
+    so that a model reads the first result as that of the first call. The results after a reply exchange their
+    places; messages between them, and results with other ids, keep theirs.
+    """
+    ordered = messages
+    start = 0
+    for end in [*(at for at, each in enumerate(messages) if _role(each) == "assistant"), len(messages)]:
+        ids = _call_ids(messages[start - 1]) if start else []
+        numbers: dict[int, int] = {}
+        for at in range(start, end) if len(ids) > 1 else ():
+            answered = messages[at].get("tool_call_id") if _role(messages[at]) == "tool" else None
+            if answered is not None and answered in ids:
+                numbers[at] = ids.index(answered)
+                ids[numbers[at]] = None  # a repeated id names the next call that has it
+        if [*numbers.values()] != sorted(numbers.values()):
+            ordered = [*ordered]
+            for place, at in zip(numbers, sorted(numbers, key=numbers.__getitem__), strict=True):
+                ordered[place] = messages[at]
+        start = end + 1
+    return ordered
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _call_ids(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return [call.get("id") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
 def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",), joint: str = "") -> str:
     """Returns content, a text or a list of parts, as one string. Raises ApiError for parts other than text.
     `where` is the content's place in the request; `kinds` are the types of text parts."""

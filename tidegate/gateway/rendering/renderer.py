@@ -63,7 +63,7 @@ class Renderer:
         self.past_turn_end_ids = self.encode(self.past_turn_end) if self.past_turn_end else []
         self.stop_ids = sorted({*stops, *(self.encode(self.turn_end) if self.turn_end else ())})
         self.escaped_requests = 0
-        """Requests with special-token text in their messages."""
+        """Requests with special-token text in their messages, tools or template options."""
         self._short_ids = self.template.needs_short_ids
         self._stops = frozenset(self.stop_ids)
         self._suffixes = SuffixCache(suffixes)
@@ -85,14 +85,14 @@ class Renderer:
         """Ids of a complete prompt; shape [prompt]. Raises ApiError if the template fails, LargeText above
         `max_characters` characters."""
         payload = orjson.dumps(messages)
-        key = blake2b(payload + orjson.dumps((tools, options)), digest_size=16).digest()
+        more = orjson.dumps((tools, options, self.template.dates()))
+        key = blake2b(payload + more, digest_size=16).digest()
         with self._lock:
             if key in self._roots:
                 self._roots.move_to_end(key)
                 return self._roots[key]
         _check(len(payload), max_characters)
-        messages = self._escaped(messages, payload)
-        text = self.render_text(messages, tools, options)
+        text = self.render_text(*self._escaped((messages, tools, options)))
         _check(len(text), max_characters)
         ids = _array(self.encode(text))
         if len(ids) <= _MOST_CACHED_IDS:
@@ -102,13 +102,14 @@ class Renderer:
                     self._roots.popitem(last=False)
         return ids
 
-    def _escaped(self, messages: list[Message], payload: bytes) -> list[Message]:
-        """Escapes special-token text in messages; `payload` is their JSON text."""
-        if not self.codec.contains_special_token_text(payload.decode()):
-            return messages
-        with self._lock:
-            self.escaped_requests += 1
-        return list(self.codec.escape_all(messages))
+    def _escaped(self, parts: tuple[Any, ...]) -> Any:
+        """Returns messages, tools and template options with escaped special-token text, and counts requests
+        that have such text."""
+        escaped = self.codec.escape_all(parts)
+        if escaped != parts:
+            with self._lock:
+                self.escaped_requests += 1
+        return escaped
 
     def render_text(
         self, messages: list[Message], tools: Any, options: dict[str, Any], prompt: bool = True
@@ -152,9 +153,9 @@ class Renderer:
         reply's template form, `last_id` the last id that the model sampled for it. Raises Unrenderable if the
         template has no suffix after this reply, LargeText above `max_characters` characters.
         """
-        payload = orjson.dumps(new)
-        _check(len(payload), max_characters)
-        new = self._escaped(new, payload)
+        _check(len(orjson.dumps(new)), max_characters)
+        # Some templates write the names of the reply's calls into their results.
+        reply, new, tools, options = self._escaped((reply, new, tools, options))
         if self._short_ids:
             before = context
             context = lambda: with_short_ids(before())  # noqa: E731 - wraps the argument

@@ -61,6 +61,9 @@ class Suffixes:
         """The token that ends the last reply and stops the model; in some formats not `past_turn_end`."""
         self._turn_ends = tuple({*stops, self.past_turn_end} - {""})
 
+    def dates(self) -> list[str]:
+        return self._template.dates()
+
     def after(self, before: list[Message], continuation: Continuation) -> str:
         """Returns the text after the reply. Raises Unrenderable if the template has none."""
         calls = continuation.reply.get("tool_calls")
@@ -134,7 +137,8 @@ class SuffixCache:
         if shape is None:
             return self._suffixes.after(context(), continuation)
         options = continuation.options
-        key: Any = (shape.kinds, orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b"")
+        settings = orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b""
+        key: Any = (shape.kinds, settings, *self._suffixes.dates())
         entry = self._entries.get(key) or self._store(key, self._new_entry(shape, continuation))
         if entry.by_tools:
             key = (*key, blake2b(orjson.dumps(continuation.tools), digest_size=16).digest())

@@ -1,8 +1,8 @@
-"""Encodes and decodes text, escaping special-token text in messages.
+"""Encodes and decodes text, escaping special-token text in messages and tools.
 
-A user, a tool or a web page may write `<|im_end|>`, which would end the turn if encoded as is. Such text is
-therefore split before a prompt is encoded: the two halves are encoded separately, so they decode to the same
-text but are not the special token.
+A user, a tool, its definition or a web page may write `<|im_end|>`, which would end the turn if encoded as
+is. Such text is therefore split before a prompt is encoded: the two halves are encoded separately, so they
+decode to the same text but are not the special token.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Codec:
         hidden = {self.added[token] for token in special if token in self.added}
         visible_ids = {self.added[token] for token in visible if token in self.added}
         self._hidden = (hidden | set(tokenizer.all_special_ids)) - visible_ids
-        breakable = sorted((token for token in special if len(token) > 1), key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, breakable))) if breakable else None
+        self._control = _any_of(special)
+        self._sampled_control = _any_of(special.difference(visible))
         self._longest_control = max(map(len, special), default=0)
         self.escapes_special_tokens = self._control is not None and self._encodes_escaped(special)
         """Whether special-token text can be escaped; if not, it becomes special tokens."""
         if not self.escapes_special_tokens:
-            self._control = None
+            self._control = self._sampled_control = None
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, special tokens included; escaped ones are plain text."""
@@ -89,40 +89,43 @@ class Codec:
     def token_text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
-    def escape_special_tokens(self, text: str) -> str:
-        """Inserts ESCAPE into special-token text; other text is returned unchanged."""
-        if not self.contains_special_token_text(text):
+    def escape_special_tokens(self, text: str, *, sampled: bool = False) -> str:
+        """Inserts ESCAPE into special-token text; other text is returned unchanged. In a `sampled` text the
+        visible tokens stay tokens: models write calls and reasoning with them."""
+        control = self._sampled_control if sampled else self._control
+        if self._control_at(control, text, 0) is None:
             return text
         text = text.replace(ESCAPE, "")
-        while self.contains_special_token_text(text):  # again: a broken one may have overlapped another
+        # Again after each pass: a broken one may have overlapped another.
+        while (found := self._control_at(control, text, 0)) is not None:
             parts, at = [], 0
-            found = self._control_at(text, 0)
             while found is not None:
                 parts += [text[at : found.start() + 1], ESCAPE]
                 at = found.start() + 1
-                found = self._control_at(text, found.end())
+                found = self._control_at(control, text, found.end())
             text = "".join((*parts, text[at:]))
         return text
 
-    def contains_special_token_text(self, text: str) -> bool:
-        return self._control_at(text, 0) is not None
-
-    def _control_at(self, text: str, at: int) -> re.Match[str] | None:
-        if self._control is None:
+    def _control_at(self, control: re.Pattern[str] | None, text: str, at: int) -> re.Match[str] | None:
+        if control is None:
             return None
         for start in range(at, len(text), _WINDOW):
-            found = self._control.search(text, start, start + _WINDOW + self._longest_control)
+            found = control.search(text, start, start + _WINDOW + self._longest_control)
             if found is not None and found.start() < start + _WINDOW:
                 return found
         return None
 
-    def escape_all(self, value: Any) -> Any:
+    def escape_all(self, value: Any, *, sampled: bool = False) -> Any:
+        """Escapes special-token text in all strings of a value, names of fields included."""
         if isinstance(value, str):
-            return self.escape_special_tokens(value)
-        if isinstance(value, list):
-            return [self.escape_all(item) for item in value]
+            return self.escape_special_tokens(value, sampled=sampled)
+        if isinstance(value, list | tuple):
+            return type(value)(self.escape_all(item, sampled=sampled) for item in value)
         if isinstance(value, dict):
-            return {key: self.escape_all(item) for key, item in value.items()}
+            return {
+                self.escape_all(key, sampled=sampled): self.escape_all(item, sampled=sampled)
+                for key, item in value.items()
+            }
         return value
 
     def _encodes_escaped(self, special: Collection[str]) -> bool:
@@ -130,6 +133,12 @@ class Codec:
         token = max(special, key=len)
         ids = self.encode(self.escape_special_tokens(f"a {token} b"))
         return self.decode_all(ids) == f"a {token} b" and self.added.get(token) not in ids
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
+    """Returns a pattern of the tokens that can be split in two."""
+    longest_first = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def unescape_json(text: str) -> str:

@@ -150,7 +150,9 @@ class PromptBuilder:
         new_reader = partial(self._reader, request, delta)
         reader = new_reader()
         if reader.prefill:
-            delta = np.concatenate((delta, np.asarray(self._renderer.encode(reader.prefill), np.int32)))
+            # Its markers are tokens; the name of the tool is text.
+            prefill = self._renderer.codec.escape_special_tokens(reader.prefill, sampled=True)
+            delta = np.concatenate((delta, np.asarray(self._renderer.encode(prefill), np.int32)))
         prompt = session.tree.prompt(attachment.parent, delta)
         if attachment.parent is not None and prefix_mismatch(
             prompt, session.tree.nodes[attachment.parent].turn, len(delta)
