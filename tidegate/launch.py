@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidegate.agents.base import load_agent
@@ -17,12 +17,13 @@ from tidegate.envs.base import Environment, check_reward_timeout, load_environme
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.program import advise_extra
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.rollout.evaluator import check_suites
-from tidegate.trainer.start import Start
+from tidegate.trainer.start import Resume, Start
 from tidegate.viewer.live import make_view
 from tidegate.viewer.report import write_report
 from tidegate.viewer.summary import continue_command
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def launch(
     settings: Settings,
     *,
-    resume: bool = False,
+    resume: Resume = False,
     fresh: bool = False,
     cluster: str | None = None,
     lift_quarantine: bool = False,
@@ -44,7 +45,7 @@ def launch(
 
     Args:
         settings: Settings of the run.
-        resume: Continue from the newest checkpoint.
+        resume: Continue from the newest checkpoint; `auto`: if there is a run.
         fresh: Rename an existing run of this name first.
         cluster: Address of a Ray cluster, or `auto` or `local`; None: run on this machine.
         lift_quarantine: Issue quarantined tasks again.
@@ -79,7 +80,7 @@ class Launch:
     def __init__(
         self,
         settings: Settings,
-        resume: bool,
+        resume: Resume,
         fresh: bool,
         view: Observer,
         provider: ProcessProvider,
@@ -88,22 +89,31 @@ class Launch:
     ) -> None:
         """Raises StartError or ConfigError, and NothingToDoError if the run is complete."""
         settings, environment = check_environment(settings)
-        start = None if fresh else Start.of(settings, resume)
-        if start is not None:
-            start.lift_quarantine = lift_quarantine
-        check_surroundings(settings, own_gateway=isinstance(provider, LocalProcesses))
-        # After the checks, because importing torch and the trainer takes seconds.
-        from tidegate.devices import find_device
+        check_writable(settings.run_dir)
+        with contextlib.ExitStack() as stack:
+            wait = view.note if resume == "auto" else None
+            lock = stack.enter_context(DirectoryLock(settings.run_dir, "tidegate train", wait=wait))
+            start = None if fresh else Start.of(settings, resume)
+            if start is not None:
+                start.lift_quarantine = lift_quarantine
+            check_surroundings(settings, own_gateway=isinstance(provider, LocalProcesses))
+            # After the checks, because importing torch and the trainer takes seconds.
+            from tidegate.devices import find_device
 
-        find_device("trainer.device", settings.trainer.device)
-        from tidegate.trainer.run import Run
+            find_device("trainer.device", settings.trainer.device)
+            from tidegate.trainer.run import Run
 
-        if fresh:
-            rename_existing_run(settings.run_dir)
-        self._settings = settings
-        self._view = view
-        self._observer = CompositeObserver([view, *make_loggers(settings, view.note)])
-        self._run = Run(settings, environment, self._observer, start=start, provider=provider)
+            if fresh:
+                lock.set_aside()
+            self._settings = settings
+            self._view = view
+            self._observer = CompositeObserver([view, *make_loggers(settings, view.note)])
+            self._run = Run(
+                settings, environment, self._observer, start=start, provider=provider, locked=True
+            )
+            if lock.unsupported:
+                view.note(lock.unsupported)
+            self._lock = stack.pop_all()
 
     async def run(self) -> int:
         """Trains, writes the report and returns the exit code."""
@@ -120,6 +130,7 @@ class Launch:
             return code
         finally:
             self._observer.close()
+            self._lock.close()
 
     def stop(self) -> None:
         """Finishes the current step and commits; a second call exits at once."""
@@ -150,13 +161,12 @@ def check_environment(settings: Settings) -> tuple[Settings, Environment]:
 
 
 def check_surroundings(settings: Settings, *, own_gateway: bool) -> None:
-    """Raises StartError if the run's directory, port or engines cannot be used.
+    """Raises StartError if the gateway's port or the engines cannot be used.
 
     Args:
         settings: Settings of the run.
         own_gateway: Whether the run's gateway is to listen on this machine.
     """
-    check_writable(settings.run_dir)
     if own_gateway and settings.gateway.url is None:
         check_port(settings.gateway.host, settings.gateway.port)
     check_engines(settings.engine.urls)
@@ -183,16 +193,6 @@ def check(settings: Settings) -> None:
     if settings.agent.source == "local":
         load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)
-
-
-def rename_existing_run(run_dir: Path) -> Path | None:
-    """Renames an existing run to the first free `<name>.N`."""
-    if not run_dir.exists():
-        return None
-    number = 1
-    while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
-        number += 1
-    return run_dir.rename(aside)
 
 
 async def _with_signals(launched: Launch) -> int:

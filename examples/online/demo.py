@@ -25,7 +25,7 @@ from users import Users
 from tidegate.config import load_settings
 from tidegate.errors import TidegateError
 from tidegate.gateway.project_keys import create_key
-from tidegate.launch import rename_existing_run
+from tidegate.service.directory_lock import DirectoryLock
 
 CONFIG = Path(__file__).with_name("config.toml")
 KILLS = ((0.2, "gateway"), (0.4, "engine"), (0.6, "trainer"))
@@ -123,9 +123,10 @@ async def run(overrides: Sequence[str], at_first_step: Hook | None = None) -> Re
     """
     settings = load_settings(CONFIG, overrides)
     run_dir = settings.run_dir.absolute()
-    rename_existing_run(run_dir)
+    with DirectoryLock(run_dir, "the demo") as lock:
+        lock.set_aside()
     keys = run_dir / "keys.json"
-    run_dir.mkdir(parents=True)
+    run_dir.mkdir(parents=True, exist_ok=True)
     key, result, began = create_key(keys, "shop"), Result(run_dir), time.monotonic()
     async with serving(overrides, keys) as service:
         users = Users(await service.address(), key)

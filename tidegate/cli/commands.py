@@ -12,6 +12,8 @@ from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 
 if TYPE_CHECKING:
+    from tidegate.trainer.start import Resume
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
     Subparsers = object
@@ -40,6 +42,27 @@ def takes_settings(parser: argparse.ArgumentParser, model: str = "tidegate.confi
     parser.add_argument("--settings", action="store_true", help="list every setting with its default")
     parser.epilog = f"{parser.epilog or ''} Settings are given as --section.key value."
     parser.set_defaults(settings_model=model)
+
+
+def takes_resume(parser: argparse.ArgumentParser, run: str) -> None:
+    """Adds `--resume [auto]` and `--fresh`, which exclude each other; `resume_of` reads the former."""
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--resume", nargs="?", const=True, default=False, metavar="auto",
+        help=f"continue from the newest checkpoint of the {run}; auto: if there is one, else start",
+    )  # fmt: skip
+    how.add_argument(
+        "--fresh", action="store_true", help=f"rename an existing {run} of this name and start a new one"
+    )
+
+
+def resume_of(arguments: argparse.Namespace, rest: list[str]) -> Resume:
+    """Returns the value of `--resume`; a file that follows the option goes back to the other words."""
+    if arguments.resume not in (False, True, "auto"):
+        rest.append(arguments.resume)
+        arguments.resume = True
+    resume: Resume = arguments.resume
+    return resume
 
 
 def list_settings(model: str) -> int:

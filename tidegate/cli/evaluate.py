@@ -82,6 +82,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     from tidegate.evaluation.evaluate import EvalJob, evaluate, next_directory
     from tidegate.evaluation.report import result_lines
     from tidegate.progress import Progress
+    from tidegate.service.directory_lock import refuse_if_in_use
 
     if settings.agent.source == "remote":
         raise ConfigError(
@@ -93,6 +94,8 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
         _check_weights(settings)
     if arguments.n < 1 or (arguments.tasks is not None and arguments.tasks < 1):
         raise ConfigError("--n and --tasks must be at least 1")
+    if arguments.out is not None:
+        refuse_if_in_use(arguments.out)
     parent = target.run_dir if target is not None and target.run_dir is not None else settings.run.dir
     job = EvalJob(
         settings=settings,

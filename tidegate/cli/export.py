@@ -33,9 +33,12 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
+    from tidegate.service.directory_lock import refuse_if_in_use
     from tidegate.trainer.records.export import write_corrections, write_parquet, write_sft
 
     run_dir = run_directory(arguments.run_dir)
+    if arguments.out is not None:
+        refuse_if_in_use(arguments.out)
     suffix = "parquet" if arguments.parquet else "jsonl"
     out = arguments.out or run_dir / f"export.{suffix}"
     if arguments.parquet:

@@ -42,6 +42,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
+    from tidegate.service.directory_lock import refuse_if_in_use
     from tidegate.settings.sections import split_words
     from tidegate.trainer.replay import Replay
 
@@ -49,6 +50,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if len(words) != 1:
         raise ConfigError(f"name one run: tidegate replay RUN, not {' '.join(words) or 'none'}")
     run_dir = run_directory(Path(words[0]))
+    if arguments.out is not None:
+        refuse_if_in_use(arguments.out)
     settings = load_settings(run_dir / "config.toml", overrides)
     replay = Replay(run_dir, settings, arguments.first, arguments.until)
     replay.steps()  # checks the files before a model is loaded

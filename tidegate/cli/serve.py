@@ -12,6 +12,7 @@ from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
+    from tidegate.service.directory_lock import DirectoryLock
     from tidegate.trainer.processes.standing import StandingService
 
 
@@ -32,7 +33,8 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
-    from tidegate.launch import check, rename_existing_run
+    from tidegate.launch import check
+    from tidegate.service.directory_lock import DirectoryLock
     from tidegate.settings.sections import split_file
     from tidegate.trainer.preflight import check_writable
     from tidegate.trainer.processes.standing import StandingService
@@ -44,13 +46,14 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     service = StandingService(settings, lambda text: print(text, flush=True))
     check(settings)
-    if arguments.fresh:
-        rename_existing_run(settings.run_dir)
     check_writable(settings.run_dir)
-    return asyncio.run(_serve(service))
+    with DirectoryLock(settings.run_dir, "tidegate serve") as lock:
+        if arguments.fresh:
+            lock.set_aside()
+        return asyncio.run(_serve(service, lock))
 
 
-async def _serve(service: StandingService) -> int:
+async def _serve(service: StandingService, lock: DirectoryLock) -> int:
     from tidegate.launch import stop_on_signals
 
     def stop() -> None:
@@ -59,5 +62,5 @@ async def _serve(service: StandingService) -> int:
         service.stop.set()
 
     stop_on_signals(stop)
-    await service.run()
+    await service.run(lock)
     return 0

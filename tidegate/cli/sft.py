@@ -8,7 +8,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, takes_settings
+from tidegate.cli.commands import Subparsers, resume_of, takes_resume, takes_settings
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from tidegate.config import Settings
     from tidegate.progress import Progress
+    from tidegate.service.directory_lock import DirectoryLock
     from tidegate.sft.finetuning import FineTuning
 
 
@@ -24,15 +25,11 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "sft",
         help="fine-tune a model on recorded episodes and chats, before or between runs",
-        usage="tidegate sft CONFIG.toml [--resume | --fresh] [--then train] [--section.key value ...]",
+        usage="tidegate sft CONFIG.toml [--resume [auto] | --fresh] [--then train] [--section.key value ...]",
         description="Train the model of a run's settings on recorded episodes (sft.episodes) and on chats "
         "(sft.chats). The result is the directory <run.dir>/<run.name>-sft/model, in Hugging Face format.",
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    how.add_argument(
-        "--fresh", action="store_true", help="rename an existing fine-tuning of this name and start a new one"
-    )
+    takes_resume(parser, "fine-tuning")
     parser.add_argument(
         "--then", choices=["train"], help="continue with tidegate train, from the result as the base model"
     )
@@ -45,17 +42,22 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.launch import check, check_environment, check_surroundings
     from tidegate.settings.sections import split_file
 
+    resume = resume_of(arguments, rest)
     file, overrides = split_file(rest)
     if file is None and not overrides:
         raise ConfigError("no settings: name a file, for example tidegate sft examples/demo/config.toml")
     settings = load_settings(file, overrides)
     check(settings)
     if arguments.then is not None:  # what refuses the training is found before the fine-tuning, not after it
+        from tidegate.service.directory_lock import refuse_if_in_use
+        from tidegate.trainer.preflight import check_writable
         from tidegate.trainer.start import Start
 
         check_environment(settings)
-        if not (arguments.resume or arguments.fresh):
+        refuse_if_in_use(settings.run_dir)
+        if not (resume or arguments.fresh):
             Start.of(settings, resume=False)
+        check_writable(settings.run_dir)
         check_surroundings(settings, own_gateway=True)
     shield_process()
     code = _fine_tune(settings, arguments)
@@ -66,30 +68,37 @@ def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
     """Returns the exit code: 0 if the result is complete."""
     from tidegate.observer import CompositeObserver
     from tidegate.progress import Progress
+    from tidegate.service.directory_lock import DirectoryLock, refuse_if_in_use
     from tidegate.sft.finetuning import FineTuning, with_own_directory
     from tidegate.sft.progress_lines import ProgressLines
     from tidegate.trainer.loggers.registry import make_loggers
-    from tidegate.trainer.preflight import check_writable
+    from tidegate.trainer.preflight import check_writable, saved_model_path
 
     own = with_own_directory(settings)
     check_writable(own.run_dir)
+    learner = saved_model_path(settings.run_dir)
+    if learner is not None and own.run_dir.resolve() in learner.resolve().parents:
+        refuse_if_in_use(settings.run_dir)  # the run reads the result of the fine-tuning
     with Progress() as progress:
         lines = ProgressLines(progress)
         observer = CompositeObserver([lines, *make_loggers(own, lines.note)])
         try:
-            tuning = FineTuning(settings, observer, resume=arguments.resume, fresh=arguments.fresh)
-            return _stages(tuning, arguments, progress)
+            wait = progress.print if arguments.resume == "auto" else None
+            with DirectoryLock(own.run_dir, "tidegate sft", wait=wait) as lock:
+                tuning = FineTuning(settings, observer, resume=arguments.resume, fresh=arguments.fresh)
+                return _stages(tuning, arguments, progress, lock)
         finally:
             observer.close()
 
 
-def _stages(tuning: FineTuning, arguments: argparse.Namespace, progress: Progress) -> int:
+def _stages(
+    tuning: FineTuning, arguments: argparse.Namespace, progress: Progress, lock: DirectoryLock
+) -> int:
     """Evaluates, trains and evaluates again, as far as that is not done yet."""
-    from tidegate.launch import rename_existing_run
     from tidegate.program import program
 
     if arguments.fresh:
-        rename_existing_run(tuning.dir)
+        lock.set_aside()
     settings, model = tuning.settings, tuning.dir / "model"
     evaluates = settings.sft.held_out
     if tuning.is_complete and (not evaluates or tuning.evaluated(tuning.steps)):
@@ -160,5 +169,4 @@ def _train(settings: Settings, arguments: argparse.Namespace) -> int:
     from tidegate.sft.finetuning import model_of
 
     settings = settings.model_copy(update={"model": ModelSettings(path=model_of(settings))})
-    resume = arguments.resume and (settings.run_dir / "ledger.jsonl").exists()
-    return launch(settings, resume=resume, fresh=arguments.fresh)
+    return launch(settings, resume="auto" if arguments.resume else False, fresh=arguments.fresh)

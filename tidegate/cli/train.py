@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, takes_settings
+from tidegate.cli.commands import Subparsers, resume_of, takes_resume, takes_settings
 from tidegate.errors import ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -17,16 +17,12 @@ def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train an agent's model",
-        usage="tidegate train CONFIG.toml [--resume | --fresh] [--cluster ADDRESS] [--dry-run] "
+        usage="tidegate train CONFIG.toml [--resume [auto] | --fresh] [--cluster ADDRESS] [--dry-run] "
         "[--section.key value ...]",
         description="Start engines, a gateway and agents, train the model on the episodes, and publish each "
         "new policy to the engines.",
     )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue from the run's newest checkpoint")
-    how.add_argument(
-        "--fresh", action="store_true", help="rename an existing run of this name and start a new one"
-    )
+    takes_resume(parser, "run")
     parser.add_argument(
         "--cluster",
         metavar="ADDRESS",
@@ -62,8 +58,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
     from tidegate.settings.sections import split_file
 
+    resume = resume_of(arguments, rest)
     file, overrides = split_file(rest)
-    if arguments.lift_quarantine and not arguments.resume:
+    if arguments.lift_quarantine and not resume:
         raise ConfigError("--lift-quarantine applies to resumed runs only: add --resume")
     if file is None and not overrides:
         raise ConfigError("no settings: name a file, for example tidegate train examples/demo/config.toml")
@@ -72,12 +69,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from tidegate.plan.dry_run import describe
 
         _check_names(settings)
-        print(describe(settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster))
+        print(describe(settings, resume=resume, fresh=arguments.fresh, cluster=arguments.cluster))
         return 0
     from tidegate.launch import launch
 
     shield_process()
     return launch(
-        settings, resume=arguments.resume, fresh=arguments.fresh, cluster=arguments.cluster,
+        settings, resume=resume, fresh=arguments.fresh, cluster=arguments.cluster,
         lift_quarantine=arguments.lift_quarantine,
     )  # fmt: skip

@@ -22,6 +22,7 @@ from tidegate.evaluation.attempts import ModelEndpoint, direct, hosted
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
 from tidegate.loading import did_you_mean
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.trajectories import bounded_answer, encode_trajectory
 from tidegate.types import Sampling, Task, fields_of
@@ -82,11 +83,12 @@ async def evaluate(
     environment = load_environment(job.settings.env.use, job.settings.env.options)
     check_reward_timeout(environment, job.settings.env.reward_timeout_s)
     sets = choose(environment, job.sets, job.tasks)
-    if (job.directory / RESULTS).exists():
-        raise ConfigError(f"{job.directory} already contains results; choose another directory")
-    job.directory.mkdir(parents=True, exist_ok=True)
     eval_results, began = EvalResults(job.threshold, job.ks), time.monotonic()
-    with (job.directory / EPISODES).open("wb") as file:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(DirectoryLock(job.directory, "tidegate eval"))
+        if (job.directory / RESULTS).exists():
+            raise ConfigError(f"{job.directory} already contains results; choose another directory")
+        file = stack.enter_context((job.directory / EPISODES).open("wb"))
 
         def keep(episode: SampledEpisode) -> None:
             eval_results.add(episode)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
+from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
@@ -19,7 +20,7 @@ MASK = "…"
 
 
 def describe(
-    settings: Settings, *, resume: bool = False, fresh: bool = False, cluster: str | None = None
+    settings: Settings, *, resume: bool | str = False, fresh: bool = False, cluster: str | None = None
 ) -> str:
     """Returns the resolved settings, processes, placement, memory and disk, and what prevents the start."""
     shown = settings
@@ -126,9 +127,13 @@ def _missing_files(settings: Settings) -> Iterator[str]:
                 yield f"{name} = {model}: {needed} does not exist"
 
 
-def _run_directory(settings: Settings, resume: bool, fresh: bool) -> Iterator[str]:
+def _run_directory(settings: Settings, resume: bool | str, fresh: bool) -> Iterator[str]:
+    try:
+        refuse_if_in_use(settings.run_dir)
+    except StartError as error:
+        yield str(error)
     exists = (settings.run_dir / "ledger.jsonl").exists()
-    if resume and not exists:
+    if resume is True and not exists:
         yield f"{settings.run_dir} holds no run to resume; omit --resume to start one"
     elif exists and not resume and not fresh:
         yield f"{settings.run_dir} holds a run already: --resume continues it, --fresh renames it"

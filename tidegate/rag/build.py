@@ -6,8 +6,6 @@ a reader finds either the complete old index or the complete new one.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import re
 import shutil
@@ -42,6 +40,7 @@ from tidegate.rag.index.manifest import (
 from tidegate.rag.index.recall import TARGET, K, measure
 from tidegate.rag.index.vector_index import build_index, require_faiss
 from tidegate.rag.index.vectors import Vectors
+from tidegate.service.directory_lock import DirectoryLock
 
 SHARD = 4096
 _VECTORS = "vectors"
@@ -114,7 +113,7 @@ def build(plan: Plan, progress: Progress, encoder: Encoder | None = None) -> Man
         plan.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"--out {plan.out}: cannot create the directory: {error.strerror}") from None
-    with _build_lock(plan.out):
+    with DirectoryLock(plan.out, "tidegate rag build"):
         manifest = _existing(plan, generation, progress)
         if manifest is None:
             manifest = _Build(plan, generation, progress, encoder).run(files)
@@ -243,18 +242,6 @@ def _existing(plan: Plan, generation: str, progress: Progress) -> Manifest | Non
         return None
     progress.print(f"{plan.out} is already built from the same files with the same settings")
     return manifest
-
-
-@contextlib.contextmanager
-def _build_lock(directory: Path) -> Iterator[None]:
-    with (directory / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another build is running in {directory}: wait until it ends, or stop it"
-            ) from None
-        yield
 
 
 def _remove_leftovers(directory: Path, generation: str) -> None:

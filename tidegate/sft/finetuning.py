@@ -30,7 +30,7 @@ from tidegate.trainer.preflight import check_model
 from tidegate.trainer.processes.rank_process import rank_processes
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
-from tidegate.trainer.start import base_model
+from tidegate.trainer.start import Resume, base_model
 
 KEPT = (
     "loss", "grad_norm", "learning_rate", "entropy", "tokens/trained", "tokens/computed", "padding_ratio",
@@ -56,7 +56,7 @@ class FineTuning:
     Args:
         settings: Settings of the run that follows, with the section `[sft]`.
         observer: Shows progress.
-        resume: Continue from the newest checkpoint.
+        resume: Continue from the newest checkpoint; `auto`: if there is a fine-tuning.
         fresh: The directory may hold another fine-tuning, which is set aside before `prepare`.
 
     Attributes:
@@ -67,7 +67,7 @@ class FineTuning:
     """
 
     def __init__(
-        self, settings: Settings, observer: Observer, *, resume: bool = False, fresh: bool = False
+        self, settings: Settings, observer: Observer, *, resume: Resume = False, fresh: bool = False
     ) -> None:
         self.settings, self.observer = settings, observer
         self.dir = with_own_directory(settings).run_dir.absolute()
@@ -96,7 +96,7 @@ class FineTuning:
         """Whether all steps are taken and the result is written."""
         return self.step >= self.steps and (self.dir / "model" / "config.json").is_file()
 
-    def _check_directory(self, resume: bool) -> None:
+    def _check_directory(self, resume: Resume) -> None:
         if (self.dir / "ledger.jsonl").exists():
             raise ConfigError(f"{self.dir} holds a run of tidegate train: choose another run.name")
         used = (self.dir / "config.toml").exists()
@@ -105,7 +105,7 @@ class FineTuning:
                 f"{self.dir} holds a fine-tuning already: continue it (--resume), choose another run.name, "
                 "or set it aside (--fresh)"
             )
-        if resume and not used:
+        if resume is True and not used:
             raise ConfigError(f"{self.dir} holds no fine-tuning to resume; leave --resume out to start one")
 
     def _check_checkpoint(self) -> None:

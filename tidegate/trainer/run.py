@@ -14,6 +14,7 @@ from tidegate.config import Settings, load_settings
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, LedgerError, TidegateError
 from tidegate.observer import Observer
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.settings import sections
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
@@ -52,6 +53,7 @@ class Run:
         start: Where to start; by default at the base model.
         credit: Computes advantages; by default according to the settings.
         provider: Provides the run's processes; by default on this machine.
+        locked: The caller holds the lock of the run's directory.
 
     Attributes:
         stop: Set it to end the run after the current step.
@@ -70,6 +72,7 @@ class Run:
         start: Start | None = None,
         credit: CreditAssignment | None = None,
         provider: ProcessProvider | None = None,
+        locked: bool = False,
     ) -> None:
         self.settings = settings
         self.environment = environment
@@ -77,6 +80,7 @@ class Run:
         self.credit = credit or BaselineCredit(settings.trainer)
         self.provider = provider or LocalProcesses()
         self.dir = settings.run_dir.absolute()
+        self._locked = locked
         self.start = start or Start.of(settings, resume=False)
         self.stop = asyncio.Event()
         self.result = RunResult("failed", None, self.start.step)
@@ -89,8 +93,10 @@ class Run:
         Raises TidegateError after shutdown.
         """
         try:
-            changed = self._prepare()
             async with contextlib.AsyncExitStack() as stack:
+                if not self._locked:
+                    stack.enter_context(DirectoryLock(self.dir, "a run"))
+                changed = self._prepare()
                 try:
                     training = await self._assemble(stack, changed)
                     await training.run(self._supervisor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tidegate.config import SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, NothingToDoError
@@ -14,6 +15,9 @@ from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.preflight import check_model
 from tidegate.trainer.publish.first_version import first_version
 from tidegate.trainer.records.metrics import reached
+
+Resume = bool | Literal["auto"]
+"""Whether to continue a run; `auto`: if there is one."""
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Start:
     """Lower limit of the number of this start."""
 
     @classmethod
-    def of(cls, settings: Settings, resume: bool) -> Start:
+    def of(cls, settings: Settings, resume: Resume) -> Start:
         """Return where the run starts.
 
         Raises ConfigError if the directory holds a run that is not resumed, none to resume, or one of another
@@ -39,7 +43,7 @@ class Start:
         """
         run_dir = settings.run_dir.absolute()
         used = (run_dir / "ledger.jsonl").exists() or bool(checkpoints.committed(run_dir))
-        if not resume:
+        if not resume or (resume == "auto" and not used):
             if used:
                 raise ConfigError(
                     f"{settings.run_dir} holds a run already: continue it (--resume), choose another "

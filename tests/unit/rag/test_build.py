@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from tests import REPO
 from tests.rag_corpus import build_quietly, passages, write_jsonl
-from tidegate.errors import ConfigError, CorpusError, StorageError
+from tidegate.errors import ConfigError, CorpusError, StartError, StorageError
 from tidegate.failpoints import VARIABLE
 from tidegate.rag import build as build_module
 from tidegate.rag.build import Plan
@@ -22,6 +21,7 @@ from tidegate.rag.corpus.corpus import FILES
 from tidegate.rag.encoders import HashEncoder
 from tidegate.rag.index.manifest import NAME, Manifest
 from tidegate.rag.index.searcher import Searcher
+from tidegate.service.directory_lock import FILE, DirectoryLock
 
 COUNT, SHARD = 100, 16
 
@@ -155,7 +155,7 @@ def test_another_index_is_replaced_only_where_that_is_asked_for(tmp_path: Path) 
     assert before.search(["Person77"], [1])[0][0].id == "p77"
     assert before.find("p99") is not None
     left = sorted(path.name for path in (tmp_path / "index").iterdir())
-    assert left == [".lock", Manifest.read(tmp_path / "index").generation, NAME]
+    assert left == [FILE, Manifest.read(tmp_path / "index").generation, NAME]
 
 
 def test_an_encoder_that_was_trained_on_at_its_place_is_another_one(
@@ -227,11 +227,11 @@ def test_another_target_of_recall_is_another_index(tmp_path: Path) -> None:
 
 def test_two_builds_of_one_directory_exclude_each_other(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
-    plan.out.mkdir()
-    with (plan.out / ".lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="another build is running"):
-            build_quietly(plan)
+    with (
+        DirectoryLock(plan.out, "tidegate rag build"),
+        pytest.raises(StartError, match=f"in use by tidegate rag build .process {os.getpid()} on"),
+    ):
+        build_quietly(plan)
     build_quietly(plan)
 
 

@@ -17,6 +17,7 @@ from tidegate.config import ENDLESS, SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.service.backoff import backoff_s
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.service.process import run_together
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import Service
@@ -65,8 +66,8 @@ class StandingService:
             settings, self._dir, {"admin_key": self._key}, self._dir / "gateway"
         )
 
-    async def run(self) -> None:
-        """Serves and trains until `stop` is set.
+    async def run(self, lock: DirectoryLock) -> None:
+        """Serves and trains until `stop` is set. `lock` is that of the run's directory.
 
         Raises StartError if a process does not start the first time, and ConfigError if the trainer refuses
         its settings; a process that exits later is restarted without limit.
@@ -79,7 +80,7 @@ class StandingService:
             address = self.settings.gateway.public_url or self.gateway.url
             self._note(f"serving at {address}/v1, with the keys of {self.settings.gateway.keys}")
             self.write_service_settings()
-            trainer = TrainerProcess(self.write_trainer_settings(), self._dir, self._key)
+            trainer = TrainerProcess(self.write_trainer_settings(), self._dir, self._key, lock)
             stack.push_async_callback(trainer.stop)
             await trainer.start()
             supervisor = TaskSupervisor()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import ADMIN_KEY
+from tidegate.service.directory_lock import INHERITED, DirectoryLock
 from tidegate.service.process import OwnedProcess
 from tidegate.service.serve import write_atomically
 
@@ -24,24 +25,26 @@ class TrainerProcess(OwnedProcess):
     Args:
         settings: Path of its settings.
         run_dir: Its run directory; a run in it is resumed.
+        lock: Lock of the directory, which the trainer shares.
         key: Admin key of the gateway.
     """
 
     name = "trainer"
 
-    def __init__(self, settings: Path, run_dir: Path, key: str) -> None:
+    def __init__(self, settings: Path, run_dir: Path, key: str, lock: DirectoryLock) -> None:
         super().__init__("the trainer", None)
         self._settings = settings
         self._run_dir = run_dir
         self._key = key
+        self._lock = lock
 
     async def start(self) -> None:
         """Starts it; it exits when this process exits."""
         tie = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
-        train = [sys.executable, "-m", "tidegate", "train", str(self._settings)]
-        if (self._run_dir / "ledger.jsonl").exists():
-            train.append("--resume")
-        await self._spawn([*tie, *train], env={**os.environ, ADMIN_KEY: self._key})
+        train = [sys.executable, "-m", "tidegate", "train", str(self._settings), "--resume", "auto"]
+        fd = self._lock.fd
+        variables = {**os.environ, ADMIN_KEY: self._key, INHERITED: str(fd)}
+        await self._spawn([*tie, *train], env=variables, pass_fds=[fd])
         place = self._run_dir / "logs" / f"{self.name}.address"
         await asyncio.to_thread(write_atomically, place, json.dumps({"pid": self.pid}))
 

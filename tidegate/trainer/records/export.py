@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +116,7 @@ def write_parquet(run_dir: Path, out: Path) -> int:
 @contextlib.contextmanager
 def _replacing(out: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces `out` on success. Raises StorageError."""
-    part = out.with_name(f".{out.name}.part")
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")  # of this process, as another may export, too
     try:
         yield part
         part.replace(out)

@@ -10,6 +10,7 @@ import pytest
 
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, StartError
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.processes import standing as standing_module
@@ -121,10 +122,11 @@ async def test_a_trainer_that_refuses_its_settings_is_not_restarted(tmp_path: Pa
     bad = tmp_path / "trainer.toml"
     bad.write_text("[trainer]\nstepz = 3\n")
     (tmp_path / "logs").mkdir()
-    trainer = TrainerProcess(bad, tmp_path, "key")
-    await trainer.start()
-    with pytest.raises(ConfigError, match="the trainer ended with exit code 2: its settings were refused"):
-        await trainer.wait_for_exit()
+    with DirectoryLock(tmp_path, "tidegate serve") as lock:
+        trainer = TrainerProcess(bad, tmp_path, "key", lock)
+        await trainer.start()
+        with pytest.raises(ConfigError, match="trainer ended with exit code 2: its settings were refused"):
+            await trainer.wait_for_exit()
     assert not trainer.finished()
 
 
