@@ -142,3 +142,60 @@ def test_a_call_that_raises_tells_its_caller_and_harms_no_one(scheduler: Schedul
     with pytest.raises(ZeroDivisionError):
         result.result(0)
     assert one.error is None
+
+
+@pytest.mark.parametrize("copy", ["snapshot", "restore"])
+def test_a_copy_for_the_prefix_cache_that_fails_leaves_each_request_one_row(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    failed: list[int] = []
+
+    def fail(row: int, *_: object) -> object:
+        failed.append(row)
+        raise MemoryError("no room for the copy")
+
+    scheduler = Scheduler(
+        decoder, max_slots=4, version="0", deliver=lambda _: None, prefix_bytes=1_000_000
+    )  # fmt: skip
+    if copy == "restore":
+        first = generation([*range(40)], 3)
+        submit(scheduler, first)
+        drain(scheduler, first)
+    monkeypatch.setattr(decoder, copy, fail)
+    requests = [generation([*range(40), number], 6) for number in range(3)]
+    submit(scheduler, *requests)
+    while not all(one.ended for one in requests):
+        scheduler.run_once()
+        assert len(set(map(id, scheduler._rows.owners))) == scheduler.num_running
+    assert failed
+    assert [one.error for one in requests] == [None] * 3
+    assert [one.output_ids for one in requests] == [expected_output(one) for one in requests]
+    assert scheduler.counters.tokens_sampled - (3 if copy == "restore" else 0) == 18
+
+
+def test_weights_that_are_partly_loaded_are_never_sampled_from(
+    decoder: Remembering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(weights: int) -> None:
+        decoder.weights = weights
+        raise RuntimeError("an illegal memory access")
+
+    ended: list[bool] = []
+    scheduler = Scheduler(
+        decoder, max_slots=2, version="0", deliver=lambda _: None, on_failure=lambda: ended.append(True)
+    )
+    one = generation([1, 2], 5)
+    submit(scheduler, one)
+    scheduler.run_once()
+    scheduler.run_once()
+    before = list(one.output_ids)
+    monkeypatch.setattr(decoder, "copy_weights", half)
+    loading = scheduler.call(lambda: scheduler.load(1, "1", keep_cache=False, abort_all=False))
+    scheduler.start()
+    scheduler._thread.join(10)
+    with pytest.raises(EngineError, match=r"partly loaded.*illegal memory access"):
+        loading.result(0)
+    assert (ended, one.output_ids) == ([True], before)
+    assert one.error is not None
+    with pytest.raises(EngineError, match="illegal memory access"):
+        scheduler.submit(generation([1], 1))

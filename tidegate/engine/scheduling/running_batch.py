@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +14,8 @@ import numpy as np
 from tidegate.engine.requests.request import BLOCK, Generation, PromptScores
 from tidegate.engine.scheduling.prefix_cache import PrefixStore
 from tidegate.engine.scheduling.slots import Slots
+
+log = logging.getLogger(__name__)
 
 PASS_TOKENS = 4096
 """Maximum padded tokens of a prefill pass while no request decodes; bounds its memory."""
@@ -182,9 +186,12 @@ class RunningBatch:
             )  # a part of them may be of other weights
         reusable = generation.reusable
         length, snapshot = self.prefixes.find(reusable, self._hashes(generation, reusable))
+        cached = 0
         if snapshot is not None:
-            self.model.cache.restore(row, snapshot, length)
-        return _PartialPrefill(generation, length, length)
+            with self._emptied_on_failure():
+                self.model.cache.restore(row, snapshot, length)
+                cached = length
+        return _PartialPrefill(generation, cached, cached)
 
     def cancel_prefill(self, generation: Generation) -> None:
         if self._partial is not None and self._partial.generation is generation:
@@ -203,8 +210,19 @@ class RunningBatch:
             return
         past = generation.past
         hashes = generation.block_hashes.for_tokens(past)
-        if not self.prefixes.holds(hashes):
+        if self.prefixes.holds(hashes):
+            return
+        with self._emptied_on_failure():  # the request has its row already, and needs no copy
             self.prefixes.add(past, hashes, self.model.cache.snapshot(row, len(hashes) * BLOCK))
+
+    @contextlib.contextmanager
+    def _emptied_on_failure(self) -> Iterator[None]:
+        """Empties the prefix cache if a copy to or from it fails; requests go on without it."""
+        try:
+            yield
+        except Exception:
+            log.warning("a copy for the prefix cache failed; the cache is emptied", exc_info=True)
+            self.prefixes.clear()
 
     def discard_values(self, row: int) -> None:
         """Removes a row's values, which are not finite, so that no other sequence reads them."""

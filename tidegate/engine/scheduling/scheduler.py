@@ -71,6 +71,7 @@ class Scheduler:
         self._notices: list[Generation] = []
         self._failures = 0
         self._idle_rows = 0
+        self._broken: BaseException | None = None
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
@@ -173,7 +174,12 @@ class Scheduler:
         if self.paused != "in_place" or not keep_cache:
             self.retract()
             self._rows.drop_cache()
-        self._rows.model.copy_weights(weights)
+        try:
+            self._rows.model.copy_weights(weights)
+        except BaseException as error:
+            self._broken = error
+            why = f"the weights are partly loaded, and the engine ends: {error!r}"
+            raise EngineError(why, retryable=True) from error
         for generation in self._rows.owners:
             generation.kv_version = generation.kv_version or self.version
         if version is not None:
@@ -195,6 +201,8 @@ class Scheduler:
     def run_once(self) -> None:
         """Empties the inbox, prefills or decodes once and delivers; blocks while there is nothing to do."""
         self._drain_inbox()
+        if self._broken is not None:  # neither version's weights: no label is right
+            raise self._broken
         if self.paused is None and not self._stopping:
             self._advance()
         self._deliver_notices()
