@@ -45,7 +45,7 @@ class Attempts:
 
     async def finish(self, attempt: dict[str, Any], **report: Any) -> dict[str, Any]:
         answer: dict[str, Any] = await self.post(
-            f"/s/{attempt['attempt']}/finish", attempt["api_key"], report
+            f"/s/{attempt['attempt']}/finish", attempt["finish_key"], report
         )
         return answer
 

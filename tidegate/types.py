@@ -28,6 +28,13 @@ Message = dict[str, Any]
 MODEL_NAME = "policy"
 """Name of the served model in sessions, replies and model lists."""
 
+MAX_OUTPUT = 1_000_000
+"""Limit of an episode's output, in characters."""
+MAX_METRICS = 100
+"""Limit of the number of an episode's metrics, and of the characters in a name."""
+MAX_ERROR = 2_000
+"""Characters of an error that are recorded with the episode; the log has the full text."""
+
 CONVERSATION = "conversation"
 """Task id and environment of clients' conversations."""
 

@@ -45,7 +45,7 @@ async function run(attempt) {
   }
   ended = true;
   const finish = `${gateway}/s/${attempt.attempt}/finish`;
-  await call(finish, attempt.api_key, report).catch((error) => console.error(error.message));
+  await call(finish, attempt.finish_key, report).catch((error) => console.error(error.message));
 }
 
 // ---------------------------------------------------------------------------- the agent

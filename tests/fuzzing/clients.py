@@ -132,7 +132,7 @@ class ClientStory:
         body: Any = {"reward": self._rng.choice([1.0, 0, *VALUES]), "output": "so"}
         if self._rng.random() < 0.3:
             body = spoiled(self._rng, body)
-        headers = {"authorization": f"Bearer {row['api_key']}"}
+        headers = {"authorization": f"Bearer {row['finish_key']}"}
         await self._send("POST", f"/s/{row['episode']}/finish", body, headers)
 
     async def _seal(self) -> None:

@@ -96,7 +96,7 @@ class WorkerStory:
         if self._rng.random() < 0.3:
             body |= {"reward": self._rng.choice(VALUES), "outcome": self._rng.choice(["completed", *VALUES])}
             body = spoiled(self._rng, body)
-        await self._send(f"/s/{row['attempt']}/finish", body, row["api_key"])
+        await self._send(f"/s/{row['attempt']}/finish", body, row["finish_key"])
 
     async def _leave(self) -> None:
         name = self._rng.choice(self._names)

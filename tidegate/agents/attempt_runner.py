@@ -78,7 +78,7 @@ class AttemptRunner:
         self._agents = asyncio.new_event_loop()
         """Event loop of the agents; all calls of `_episodes` are made on it."""
         self._keys: dict[str, tuple[str, str]] = {}
-        """Address and key of each attempt that has not been finished."""
+        """Address and finish key of each attempt that has not been finished; its agent never gets the key."""
         self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._finishing: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
@@ -179,7 +179,7 @@ class AttemptRunner:
     def _start(self, attempt: dict[str, Any], url: str) -> None:
         """Start an attempt of the gateway or shard at `url`."""
         name = attempt["attempt"]
-        self._keys[name] = (url, attempt["api_key"])
+        self._keys[name] = (url, attempt.pop("finish_key"))
         if attempt["heartbeat_s"]:
             heartbeats = self._send_heartbeats(
                 name, f"{url}/attempts/{name}/heartbeat", attempt["heartbeat_s"]

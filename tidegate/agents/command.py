@@ -22,6 +22,8 @@ from tidegate.types import TaskView
 
 MAX_STDOUT = 1_000_000
 """Last bytes of each output stream that are kept."""
+MAX_RESULT = 8_000_000
+"""Most bytes of RESULT_FILE: those of the longest output in JSON."""
 STDERR_SHOWN = 1_000
 """Last characters of stderr in an error."""
 
@@ -127,7 +129,7 @@ class CommandAgent(Agent):
                 how = f"exited with status {end.exit_code}{limit}"
                 raise RuntimeError(f"{self.command[0]} {how}: {end.stderr[-STDERR_SHOWN:]}")
             try:
-                return _result(await box.read("result.json", MAX_STDOUT))
+                return _result(await box.read("result.json", MAX_RESULT))
             except FileNotFoundError:
                 return Result(end.stdout)
 
@@ -246,7 +248,9 @@ def _read_own_file(file: Path) -> bytes:
         status, folder = os.fstat(opened.fileno()), file.parent.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_uid != folder.st_uid:
             raise ValueError("RESULT_FILE is not a regular file owned by the program's user")
-        return opened.read()
+        if len(content := opened.read(MAX_RESULT + 1)) > MAX_RESULT:
+            raise ValueError(f"RESULT_FILE has more than {MAX_RESULT:,} bytes, the limit")
+        return content
 
 
 def _result(text: bytes) -> Result:

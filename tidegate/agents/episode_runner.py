@@ -14,16 +14,10 @@ from typing import Any
 from tidegate.agents.base import Agent, Result, Session
 from tidegate.errors import InfrastructureError
 from tidegate.tracebacks import describe_error
-from tidegate.types import TaskView
+from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, TaskView
 
-MAX_OUTPUT = 1_000_000
-"""Limit of an output, in characters."""
-MAX_METRICS = 100
-"""Limit of the number of an episode's metrics, and of the characters in a name."""
 MAX_LOG = 64_000_000
 """Characters that the agents of one process may print; further output is dropped."""
-MAX_ERROR = 2_000
-"""Characters of an error that are recorded with the episode; the log has the full text."""
 GRACE_S = 1.0
 """Time for a cancelled episode to clean up."""
 

@@ -169,14 +169,14 @@ class ClientEpisode:
         self.reward: float | None = None
         self.output: str | None = None
         self.metrics: dict[str, float] = {}
-        self.base_url = self.api_key = self.model = self._id = ""
+        self.base_url = self.api_key = self.model = self._id = self._finish_key = ""
         self._group = group
         self._metadata = metadata
 
     async def __aenter__(self) -> Self:
         row = await self._group._open_episode(self._metadata)
         self._id, self.model = row["episode"], row["model"]
-        self.base_url, self.api_key = row["base_url"], row["api_key"]
+        self.base_url, self.api_key, self._finish_key = row["base_url"], row["api_key"], row["finish_key"]
         return self
 
     def openai(self) -> AsyncOpenAI:
@@ -208,7 +208,7 @@ class ClientEpisode:
         group, path = self._group, f"/s/{self._id}/finish"
         row: dict[str, Any] = {}
         while "outcome" not in row:
-            row = await group._http.call("POST", path, report, self.api_key)
+            row = await group._http.call("POST", path, report, self._finish_key)
         if row["outcome"] in ("completed", "truncated"):
             group._finished.append(self._id)
         else:

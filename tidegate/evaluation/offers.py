@@ -24,8 +24,8 @@ class AttemptServer:
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._taken: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        """Report of each attempt that the process has taken."""
+        self._taken: dict[str, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
+        """Finish key and report of each attempt that the process has taken."""
         self._left: set[str] = set()
         """Names of the processes that have exited; a poll of theirs may still be waiting."""
         self._returned = 0
@@ -49,7 +49,9 @@ class AttemptServer:
         """Have an attempt run; returns the report of its end."""
         ended: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         name = secrets.token_hex(12)
-        self._queue.put_nowait({**attempt, "attempt": name, "heartbeat_s": 0.0, "ended": ended})
+        finish_key = secrets.token_urlsafe(24)
+        row = {**attempt, "attempt": name, "finish_key": finish_key, "heartbeat_s": 0.0}
+        self._queue.put_nowait({**row, "ended": ended})
         try:
             return await ended
         finally:
@@ -58,7 +60,7 @@ class AttemptServer:
     async def leave(self, worker: str) -> int:
         """End the attempts of the process, which has exited; returns how many of its agents returned."""
         self._left.add(worker)
-        for ended in self._taken.values():
+        for _, ended in self._taken.values():
             _end(ended, "cancelled", "the agents' process exited")
         returned, self._returned = self._returned, 0
         return returned
@@ -80,14 +82,17 @@ class AttemptServer:
                 self._queue.put_nowait(row)
             raise web.HTTPGone
         for row in rows:
-            ended = self._taken[row["attempt"]] = row.pop("ended")
+            ended = row.pop("ended")
+            self._taken[row["attempt"]] = (row["finish_key"], ended)
             why = "the agent did not return before its deadline"
             asyncio.get_running_loop().call_later(row["deadline_s"] + LATE_S, _end, ended, "timeout", why)
         return web.json_response({"attempts": rows})
 
     async def _finish(self, request: web.Request) -> web.Response:
+        finish_key, ended = self._taken.get(request.match_info["attempt"], (None, None))
+        if finish_key is not None:
+            _check_key(request, finish_key)
         report = await request.json()
-        ended = self._taken.get(request.match_info["attempt"])
         if ended is not None and not ended.done():
             self._returned += report["outcome"] is None
             ended.set_result(report)
@@ -98,10 +103,15 @@ class AttemptServer:
         return web.json_response({})
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        if not secrets.compare_digest(request.headers.get("Authorization", ""), f"Bearer {self._key}"):
-            raise web.HTTPUnauthorized
+        _check_key(request, self._key)
         body: dict[str, Any] = await request.json()
         return body
+
+
+def _check_key(request: web.Request, key: str) -> None:
+    given = request.headers.get("Authorization", "").encode("utf-8", "replace")
+    if not secrets.compare_digest(given, f"Bearer {key}".encode()):
+        raise web.HTTPUnauthorized
 
 
 def _end(ended: asyncio.Future[dict[str, Any]], outcome: str, error: str) -> None:

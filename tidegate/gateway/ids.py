@@ -30,5 +30,15 @@ def new_key(prefix: str = "", secret: str | None = None) -> str:
     return f"tg-{prefix}{secret or secrets.token_urlsafe(24)}"
 
 
+def new_finish_key() -> str:
+    """Returns the secret by which an episode is finished; its program never gets it."""
+    return secrets.token_urlsafe(24)
+
+
+def api_key_of(finish_key: str, prefix: str = "") -> str:
+    """Returns the API key of the episode, from which the key that finishes it cannot be computed."""
+    return new_key(prefix, sha256(b"episode " + finish_key.encode("utf-8", "replace")).hexdigest())
+
+
 def new_id(prefix: str = "") -> str:
     return prefix + secrets.token_hex(12)

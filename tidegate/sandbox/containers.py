@@ -66,6 +66,10 @@ class ContainerSandbox(Sandbox):
         self._program, self._image = program, image
         self._name = owned_name()
         self._closed = True
+        self._used = False
+        """Whether a program has run in it."""
+        self._ended_inside = ""
+        """How the container ended, if it did after a program ran in it."""
 
     async def _begin(self) -> None:
         """Starts the container, after containers of ended processes were removed.
@@ -109,13 +113,14 @@ class ContainerSandbox(Sandbox):
         variables = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         inside = ["timeout", "-s", "KILL", f"{timeout_s:.3f}", *command]
         began = time.monotonic()
-        answer = await self._exec(
-            [*variables, "--workdir", os.path.join(WORK, cwd)],
-            inside,
-            stdin,
-            timeout_s,
-            self.limits.output_bytes,
-        )
+        folder = os.path.join(WORK, cwd)
+        try:
+            answer = await self._exec(
+                [*variables, "--workdir", folder], inside, stdin, timeout_s, self.limits.output_bytes
+            )
+        except OverLimit as ended:
+            return CommandResult(KILLED, "", f"{ended}\n", time.monotonic() - began, limit="supervisor")
+        self._used = True
         seconds = time.monotonic() - began
         killed = answer.code == KILLED
         timed_out = killed and seconds >= timeout_s
@@ -167,6 +172,8 @@ class ContainerSandbox(Sandbox):
     async def _exec(
         self, options: list[str], command: list[str], data: bytes, timeout_s: float, keep: int
     ) -> _Answer:
+        if self._ended_inside:
+            raise OverLimit(self._ended_inside)
         if self._closed:
             raise SandboxError("the sandbox cannot be used: it was closed, or has failed")
         try:
@@ -178,7 +185,11 @@ class ContainerSandbox(Sandbox):
         if answer.code in (1, NO_DAEMON) and (
             NO_START in answer.message or "No such container" in answer.message
         ):
+            if not self._closed and self._used:
+                self._ended_inside = f"the container has ended: {answer.message}"
             await self.close()
+            if self._ended_inside:
+                raise OverLimit(self._ended_inside)
             raise SandboxError(f"the sandbox cannot be used: {answer.message}")
         return answer
 

@@ -1,9 +1,10 @@
-"""Passes the HTTP requests of a sandbox on to one address, and refuses all other paths."""
+"""Passes the model, tool, MCP and `respond` calls of a sandbox on to one address, and refuses all others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 
 import aiohttp
@@ -13,8 +14,10 @@ from yarl import URL
 log = logging.getLogger("tidegate.sandbox")
 
 HOP_BY_HOP = frozenset({"host", "connection", "keep-alive", "transfer-encoding", "te", "upgrade", "expect"})
-PLAIN = "/v1/"
-"""Paths below it are passed on as well: their key names the session."""
+ROUTES = re.compile(
+    r"v1/((chat/)?completions|responses|messages(/count_tokens)?|models(/.+)?)|tools(/[^/]+)?|mcp|respond"
+)
+"""Routes for programs. `finish` is not one: a program would decide its own outcome."""
 CONNECT_S = 5.0
 
 
@@ -25,13 +28,13 @@ class PathProxy:
     owner's process accepts the connections.
 
     Args:
-        url: The address. Requests below its path and below `/v1/` are passed on.
+        url: The address. Requests of `ROUTES` are passed on, below its path and, as a key names its session,
+            below `/`.
     """
 
     def __init__(self, url: str) -> None:
         self._url = URL(url)
-        below = self._url.path.removesuffix("/").removesuffix("/v1") + "/"
-        self._allowed = (PLAIN,) if below == "/" else (PLAIN, below)
+        self._bases = {"/", self._url.path.removesuffix("/").removesuffix("/v1") + "/"}
 
     async def start(self, inside: socket.socket) -> str:
         """Listens on a bound socket, which the proxy then owns; returns the URL inside the sandbox."""
@@ -58,7 +61,9 @@ class PathProxy:
         plain = path.partition("?")[0]
         if "%" in plain or "\\" in plain or "//" in plain or "/." in plain:
             return False
-        return plain.startswith(self._allowed)
+        return any(
+            plain.startswith(base) and ROUTES.fullmatch(plain.removeprefix(base)) for base in self._bases
+        )
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         if not self.allows(request.raw_path):

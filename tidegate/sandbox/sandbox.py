@@ -28,7 +28,8 @@ class CommandResult:
     truncated: bool = False
     """An output was longer than the limit `output_bytes`; its beginning was kept."""
     limit: str | None = None
-    """Limit for which the command was killed: `memory`, `processes`, `disk`, `files` or `output`."""
+    """Limit for which the command was killed: `memory`, `processes`, `disk`, `files` or `output`; or
+    `supervisor`: the sandbox's first process ended, which a program in it can cause."""
 
     @property
     def ok(self) -> bool:
@@ -86,7 +87,8 @@ class Sandbox(ABC):
     ) -> CommandResult:
         """Runs a command and waits for its end.
 
-        Exceeded limits and timeouts are results, not errors: the program in the sandbox caused them.
+        Exceeded limits and timeouts are results, not errors: the program in the sandbox caused them. So is
+        the end of the sandbox's first process: a policy must not be able to discard an episode by it.
 
         Args:
             command: A line for the shell, or a program and its arguments.
@@ -164,7 +166,8 @@ class Sandbox(ABC):
         """Lets the programs in the sandbox call one HTTP address, and nothing else of the network.
 
         Args:
-            url: Address on the owner's side. Only paths below its path are passed on, and below `/v1/`.
+            url: Address on the owner's side. Only calls of the model (`/v1/…`), of tools, of `mcp` and of
+                `respond` are passed on, below its path and below `/`.
 
         Returns:
             The URL of that address inside the sandbox.

@@ -39,13 +39,22 @@ ABSENT: dict[str, tuple[int | None, int | None]] = {
 NEWEST = 462
 """Calls with higher numbers are newer than this list, and absent."""
 CLONE, SOCKET = (56, 220), (41, 198)
+OF_PROCESS = {
+    "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274),
+    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+}  # fmt: skip
+"""Calls that change the process of their first argument; refused for the supervisor, process 1, which they
+could end or starve."""
+OF_PROCESSES = {"setpriority": ((141, 140), 0), "ioprio_set": ((251, 30), 1)}
+"""Calls whose first argument is a kind of process set, with the kind of a single process, named by the second
+argument. Groups and users are refused: the supervisor has the same."""
 NAMESPACES = 0x7E020000
 """CLONE_NEWUSER and the flags of the other namespaces."""
 FAMILIES = (1, 2, 10, 16)
 """AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (for lists of interfaces)."""
 
 _LOAD, _AND, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 
 
@@ -70,6 +79,12 @@ def seccomp_filter(machine: str | None = None) -> bytes | None:
             if (call := numbers[column]) is not None:
                 rules += _if(_EQUAL, call, number)
     rules += _for_call(CLONE[column], _if(_ANY_BIT, NAMESPACES, errno.EPERM))
+    not_first = _if(_EQUAL, 1, errno.EPERM)
+    for numbers in OF_PROCESS.values():
+        rules += _for_call(numbers[column], not_first)
+    for numbers, single in OF_PROCESSES.values():
+        of_one = [*_if(_GREATER, single, errno.EPERM), _rule(_LOAD, _SECOND_ARGUMENT), *not_first]
+        rules += _for_call(numbers[column], of_one)
     families = [_rule(_EQUAL, family, yes=len(FAMILIES) - place) for place, family in enumerate(FAMILIES)]
     rules += _for_call(SOCKET[column], [*families, _rule(_RETURN, _ERROR | errno.EAFNOSUPPORT)])
     return b"".join([*rules, _rule(_RETURN, _ALLOW)])
@@ -89,6 +104,6 @@ def _unless(code: int, value: int, number: int) -> list[bytes]:
 
 
 def _for_call(call: int, rules: list[bytes]) -> list[bytes]:
-    """Applies rules for the first argument of one call, which is otherwise allowed."""
+    """Applies rules, which begin with the first argument, to one call, which is otherwise allowed."""
     checks = [_rule(_LOAD, _FIRST_ARGUMENT), *rules, _rule(_RETURN, _ALLOW)]
     return [_rule(_EQUAL, call, no=len(checks)), *checks]

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ FILES_S = 60.0
 GRACE_S = 10.0
 """Grace period after an operation's timeout; then the sandbox counts as failed."""
 CLOSE_S = 2.0
+ENDED = {"exit_code": 137, "seconds": 0.0, "timed_out": False, "truncated": False, "limit": "supervisor"}
+"""Result of the calls of a sandbox whose supervisor has ended after a program ran in it."""
 HEADERS = 256 << 20
 """Most bytes of the headers in a tar."""
 
@@ -47,6 +50,7 @@ class _Call:
     """An operation in progress."""
 
     ended: asyncio.Future[dict[str, Any]]
+    began: float = field(default_factory=time.monotonic)
     outputs: dict[int, bytearray] = field(default_factory=lambda: {1: bytearray(), 2: bytearray()})
 
 
@@ -59,6 +63,9 @@ class SupervisedSandbox(Sandbox):
         self._last_id = 0
         self._failure: str | None = "it has not been started"
         self._receiving: asyncio.Task[None] | None = None
+        self._used = False
+        """Whether a program has run in it."""
+        self._ended_inside = False
 
     async def _start(self, command: list[str], **options: Any) -> socket.socket | None:
         """Starts the supervisor; returns the socket that it has bound inside, if it has one.
@@ -112,6 +119,7 @@ class SupervisedSandbox(Sandbox):
     async def _run(
         self, command: list[str], timeout_s: float, stdin: bytes, env: dict[str, str], cwd: str
     ) -> CommandResult:
+        self._used = True
         request = {"operation": "run", "command": command, "environment": env, "path": cwd}
         end, outputs = await self._call(request, stdin, timeout_s, self.limits.output_bytes)
         return CommandResult(
@@ -156,6 +164,8 @@ class SupervisedSandbox(Sandbox):
     async def _call(
         self, request: dict[str, Any], data: bytes, timeout_s: float, keep: int
     ) -> tuple[dict[str, Any], dict[int, bytearray]]:
+        if self._ended_inside:
+            return ENDED, _Call(asyncio.get_running_loop().create_future()).outputs
         if self._failure is not None:
             raise SandboxError(f"the sandbox cannot be used: {self._failure}")
         self._last_id += 1
@@ -186,6 +196,7 @@ class SupervisedSandbox(Sandbox):
             pass
         except (ValueError, KeyError, TypeError, OSError) as error:
             reason = f"its first process sent an invalid message: {error!r}"
+        self._ended_inside = self._used and self._failure is None
         await self._fail(reason)
 
     def _deliver(self, header: dict[str, Any], data: bytes) -> None:
@@ -220,7 +231,11 @@ class SupervisedSandbox(Sandbox):
     async def _end(self) -> None:
         self._writer.close()
         for call in self._calls.values():
-            if not call.ended.done():
+            if call.ended.done():
+                continue
+            if self._ended_inside:
+                call.ended.set_result({**ENDED, "seconds": time.monotonic() - call.began})
+            else:
                 call.ended.set_exception(SandboxError(f"the sandbox cannot be used: {self._failure}"))
         await self._process.end(CLOSE_S)
 

@@ -20,7 +20,7 @@ from tidegate.gateway.attempts.queue import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.sessions.session import SessionRequest
-from tidegate.types import Outcome
+from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome
 
 SOON_S = 0.3
 
@@ -56,8 +56,9 @@ async def test_a_worker_runs_an_attempt_from_the_queue_to_its_reward(stage: Stag
     assert attempt == {
         "attempt": session_id, "task": {"id": "t1", "messages": TASK.messages},
         "base_url": f"{stage.url}/s/{session_id}/v1", "tools_url": f"{stage.url}/s/{session_id}/tools",
-        "mcp_url": f"{stage.url}/s/{session_id}/mcp", "api_key": attempt["api_key"], "model": "policy",
-        "seed": 7, "deadline_s": 20.0, "heartbeat_s": 60.0,
+        "mcp_url": f"{stage.url}/s/{session_id}/mcp", "api_key": attempt["api_key"],
+        "finish_key": attempt["finish_key"], "model": "policy", "seed": 7, "deadline_s": 20.0,
+        "heartbeat_s": 60.0,
     }, "nothing of the answer"  # fmt: skip
     await talk(attempt)
     await worker.heartbeat(attempt)
@@ -420,12 +421,56 @@ async def test_each_key_opens_its_own_routes_only(stage: Stage, worker: Attempts
             assert await status("post", f"/attempts/{other}/heartbeat", key) == 401
 
 
+async def test_the_key_of_a_program_cannot_decide_its_outcome(stage: Stage, worker: Attempts) -> None:
+    await offer(stage)
+    [attempt] = await worker.next()
+    await talk(attempt)
+    for outcome in (None, "infra_error", "cancelled", "timeout", "agent_error"):
+        with pytest.raises(Refused, match="send the finish_key that came with it") as refused:
+            await worker.finish({**attempt, "finish_key": attempt["api_key"]}, outcome=outcome)
+        assert refused.value.status == 403
+    assert (await worker.finish(attempt, output="3"))["outcome"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("report", "named"),
+    [
+        ({"output": "x" * (MAX_OUTPUT + 1)}, "output"),
+        ({"metrics": {str(number): 1.0 for number in range(MAX_METRICS + 1)}}, "metrics"),
+        ({"metrics": {"x" * (MAX_METRICS + 1): 1.0}}, "metrics"),
+    ],
+    ids=["output", "metrics", "name of a metric"],
+)
+async def test_a_report_is_bounded(
+    stage: Stage, worker: Attempts, report: dict[str, Any], named: str
+) -> None:
+    await offer(stage)
+    [attempt] = await worker.next()
+    await talk(attempt)
+    with pytest.raises(Refused, match=named) as refused:
+        await worker.finish(attempt, **report)
+    assert refused.value.status == 400
+    answer = await worker.finish(attempt, reward=["x" * 2_000_000], error="y" * 2_000_000)
+    assert (answer["outcome"], len(answer["error"]) <= MAX_ERROR) == ("reward_error", True)
+
+
+@pytest.mark.parametrize("report", [{"reward": 10**400}, {"reward": 1, "metrics": {"a": 10**400}}])
+async def test_a_number_beyond_a_float_is_no_failure_of_the_gateway(
+    stage: Stage, worker: Attempts, report: dict[str, Any]
+) -> None:
+    await offer(stage)
+    [attempt] = await worker.next()
+    await talk(attempt)
+    outcome = (await worker.finish(attempt, output="3", **report))["outcome"]
+    assert outcome == ("reward_error" if report["reward"] != 1 else "completed")
+
+
 async def test_a_session_that_is_not_offered_is_not_finished_by_its_agent(
     stage: Stage, worker: Attempts
 ) -> None:
     access = await stage.client.open_session(task=TASK)
     with pytest.raises(Refused, match="finished by the process that opened it") as refused:
-        await worker.finish({"attempt": access.session_id, "api_key": access.api_key}, output="3")
+        await worker.finish({"attempt": access.session_id, "finish_key": access.api_key}, output="3")
     assert refused.value.status == 403
 
 
@@ -436,7 +481,7 @@ async def test_the_key_that_opened_an_attempt_is_void_once_it_is_taken(
     [attempt] = await worker.next()
     assert attempt["api_key"] != access.api_key
     with pytest.raises(Refused) as refused:
-        await worker.finish({**attempt, "api_key": access.api_key})
+        await worker.finish({**attempt, "finish_key": access.api_key})
     assert refused.value.status == 401
 
 

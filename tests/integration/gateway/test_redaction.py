@@ -88,7 +88,7 @@ async def test_no_dialect_leaves_a_trace_of_what_was_redacted(
         async with AsyncOpenAI(base_url=row["base_url"], api_key=row["api_key"], max_retries=0) as agent:
             await say(agent, [], text)
         report = {"reward": 1.0, "output": SECRET, "error": None}
-        headers = {"Authorization": f"Bearer {row['api_key']}"}
+        headers = {"Authorization": f"Bearer {row['finish_key']}"}
         url = f"{stage.url}/s/{row['episode']}/finish"
         async with http.post(url, json=report, headers=headers) as response:
             assert response.status == 200

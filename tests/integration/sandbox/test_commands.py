@@ -11,7 +11,7 @@ import pytest
 from tests.sandboxes import needs_bubblewrap, with_words
 from tests.waiting import eventually
 from tidegate.errors import SandboxError
-from tidegate.sandbox import SandboxLimits, open_sandbox
+from tidegate.sandbox import SandboxLimits, open_sandbox, verify_fresh
 from tidegate.sandbox.inside.archive import OverLimit
 
 each_backend = pytest.mark.parametrize(
@@ -38,6 +38,26 @@ async def test_a_command_that_cannot_start_is_a_result(backend: str) -> None:
             result = await box.run(command, cwd=folder)
             assert result.exit_code == 127
             assert "cannot run" in result.stderr
+
+
+async def test_a_supervisor_that_a_program_ends_is_a_result() -> None:
+    async with await open_sandbox(SMALL, "none") as box:
+        running = asyncio.create_task(box.run("sleep 60"))
+        await eventually(lambda: len(box._calls) == 1)
+        ended = await box.run("echo so; sleep 0.2; kill -9 $PPID; sleep 60")
+        assert (ended.exit_code, ended.limit, ended.ok, ended.stdout) == (137, "supervisor", False, "so\n")
+        assert (await running).limit == "supervisor"
+        assert (await box.run("true")).limit == "supervisor", "and whatever the program tries next"
+        assert (await verify_fresh(box, "true")).ok is False
+        assert box.closed
+
+
+async def test_a_supervisor_that_ends_before_any_program_is_an_error() -> None:
+    async with await open_sandbox(SMALL, "none") as box:
+        box._process.kill()
+        await eventually(lambda: box.closed)
+        with pytest.raises(SandboxError, match="its first process has ended"):
+            await box.run("true")
 
 
 @each_backend

@@ -157,6 +157,18 @@ async def test_a_container_that_is_gone_is_a_sandbox_error(docker: StandIn) -> N
         assert box.closed
 
 
+async def test_a_container_that_ends_after_a_program_ran_is_a_result(docker: StandIn) -> None:
+    """`pkill sleep` in it ends the container: a policy could discard each episode that it would lose."""
+    async with await opened() as box:
+        assert (await box.run("true")).ok
+        docker.set(gone=True)
+        for _ in range(2):
+            result = await box.run("true")
+            assert (result.exit_code, result.limit, result.ok) == (137, "supervisor", False)
+        with pytest.raises(OverLimit, match="is not running"):
+            await box.snapshot()
+
+
 def has_image(program: str) -> bool:
     command = ["sh", "-c", f"{program} image inspect debian:12"]
     return subprocess.run(command, capture_output=True).returncode == 0

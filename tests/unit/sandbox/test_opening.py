@@ -72,6 +72,15 @@ def test_a_command_refuses_invalid_options_of_its_sandbox(options: dict[str, Any
         ("/s/abc//v1", False),
         ("/s/abc/\\..\\control", False),
         ("http://other/v1/models", False),
+        ("/s/abc/v1/messages/count_tokens", True),
+        ("/s/abc/tools/read", True),
+        ("/s/abc/respond", True),
+        ("/s/abc/finish", False),
+        ("/s/abc/tools/read/finish", False),
+        ("/s/abc/v1/groups/g/episodes", False),
+        ("/v1/groups/g/seal", False),
+        ("/v1/feedback", False),
+        ("/v1/conversations/c", False),
     ],
 )
 def test_only_paths_of_the_session_are_passed_on(path: str, allowed: bool) -> None:

@@ -7,14 +7,14 @@ import struct
 
 import pytest
 
-from tidegate.sandbox.seccomp import ABSENT, ARCHITECTURES, DENIED, seccomp_filter
+from tidegate.sandbox.seccomp import ABSENT, ARCHITECTURES, DENIED, OF_PROCESS, OF_PROCESSES, seccomp_filter
 
 CLONE_NEWUSER, SIGCHLD, AF_UNIX, AF_VSOCK = 0x10000000, 17, 1, 40
 
 
-def verdict(program: bytes, architecture: int, number: int, first: int = 0) -> int:
+def verdict(program: bytes, architecture: int, number: int, first: int = 0, second: int = 0) -> int:
     """Runs the filter on a call; returns the error's number, 0 if the call is allowed."""
-    data = struct.pack("=IIQQ", number, architecture, 0, first)
+    data = struct.pack("=IIQQQ", number, architecture, 0, first, second)
     rules, place, value = list(struct.iter_unpack("=HBBI", program)), 0, 0
     while True:
         code, yes, no, operand = rules[place]
@@ -43,6 +43,20 @@ def test_listed_calls_are_refused_and_others_pass(column: int, machine: str) -> 
     assert verdict(program, architecture, clone, CLONE_NEWUSER | SIGCHLD) == errno.EPERM
     assert verdict(program, architecture, socket, AF_UNIX) == 0
     assert verdict(program, architecture, socket, AF_VSOCK) == errno.EAFNOSUPPORT
+
+
+@pytest.mark.parametrize(("column", "machine"), list(enumerate(ARCHITECTURES)))
+def test_the_supervisor_cannot_be_limited_or_starved(column: int, machine: str) -> None:
+    program, architecture = seccomp_filter(machine), ARCHITECTURES[machine]
+    assert program is not None
+    for numbers in OF_PROCESS.values():
+        refused = [verdict(program, architecture, numbers[column], process) for process in (0, 1, 2)]
+        assert refused == [0, errno.EPERM, 0]
+    for numbers, single in OF_PROCESSES.values():
+        for group in (single + 1, single + 2):
+            assert verdict(program, architecture, numbers[column], group, 0) == errno.EPERM
+        refused = [verdict(program, architecture, numbers[column], single, process) for process in (0, 1, 2)]
+        assert refused == [0, errno.EPERM, 0]
 
 
 def test_calls_of_other_architectures_and_newer_kernels_are_absent() -> None:

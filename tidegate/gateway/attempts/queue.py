@@ -12,7 +12,7 @@ from typing import Any
 from tidegate.errors import GatewayError
 from tidegate.gateway.environments.states import EpisodeStates
 from tidegate.gateway.groups.finish import SessionFinisher
-from tidegate.gateway.ids import new_key
+from tidegate.gateway.ids import api_key_of, new_finish_key
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
@@ -129,7 +129,7 @@ class AttemptQueue:
     async def take(
         self, worker: str, capacity: int, wait_s: float, *, own: bool = False
     ) -> list[tuple[GatewaySession, str]]:
-        """Give queued sessions to a worker, and return them with their new keys; their deadlines start.
+        """Give queued sessions to a worker, and return them with their finish keys; their deadlines start.
 
         Args:
             worker: Name of the worker.
@@ -180,7 +180,7 @@ class AttemptQueue:
         return poll
 
     def collect(self, poll: Poll) -> list[tuple[GatewaySession, str]]:
-        """End a poll; return its sessions with new keys, and start their deadlines. `give` must follow."""
+        """End a poll; return its sessions with finish keys, and start their deadlines. `give` must follow."""
         taken = [] if poll.worker in self._left else self._queues[poll.own].pop(poll, poll.capacity)
         self.drop(poll)
         return [(session, self._start(session, poll.worker)) for session in taken]
@@ -302,12 +302,12 @@ class AttemptQueue:
         return self._queues[session.offer_heartbeat_s == 0]
 
     def _start(self, session: GatewaySession, worker: str) -> str:
-        """Give a session to a worker and return its new key; the key that opened it is void."""
+        """Give a session to a worker and return the key that finishes it; the key that opened it is void."""
         assert session.deadline_s is not None, "it is set when the session is opened"
-        now, key = _now(), new_key(self._id_prefix)
+        now, key = _now(), new_finish_key()
         session.worker, session.worker_seen, session.on_stop = worker, now, self._stop
         session.opened, session.deadline = now, now + session.deadline_s
-        self._sessions.set_key(session, key)
+        self._sessions.set_key(session, api_key_of(key, self._id_prefix))
         return key
 
     def _stop(self, session: GatewaySession) -> None:

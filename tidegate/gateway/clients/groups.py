@@ -10,6 +10,7 @@ from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.ids import api_key_of, new_finish_key
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.types import Task
 
@@ -36,12 +37,13 @@ class ClientGroups:
     async def open_episode(
         self, client: str, name: str, task_id: str, metadata: dict[str, Any], secret: str | None
     ) -> tuple[GatewaySession, str]:
-        """Opens an episode of a group, which begins with its first one; returns it with its key.
+        """Opens an episode of a group, which begins with its first one; returns it with its finish key.
 
         A repeated request with the same `secret` returns the same episode. Raises GatewayError (429) if too
         many groups have not ended.
         """
         options, group_id = self._gateway.options, f"{client}.{name}"
+        finish_key = secret or new_finish_key()
         members = self._gateway.sessions.of_group(group_id)
         if not members and (number := self._unended()) >= options.max_client_groups:
             raise GatewayError(
@@ -56,9 +58,10 @@ class ClientGroups:
             group_id=group_id,
             slot=1 + max((member.slot or 0 for member in members), default=-1),
             metadata=metadata,
-            key=secret,
+            key=api_key_of(finish_key).removeprefix("tg-"),
         )
-        return await self._gateway.open_session(request, client)
+        session, _ = await self._gateway.open_session(request, client)
+        return session, finish_key
 
     def _unended(self) -> int:
         groups = self._gateway.sessions.groups().values()

@@ -16,10 +16,9 @@ from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key, bearer_of
 from tidegate.gateway.http.response import error_response, respond, unless_disconnected
-from tidegate.gateway.ids import agents_key
+from tidegate.gateway.ids import agents_key, api_key_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
@@ -40,7 +39,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 
 def finish_route(gateway: Gateway) -> Route:
-    """Returns the route by which an attempt or a client's episode is finished, with its own key."""
+    """Returns the route by which an attempt or a client's episode is finished, with its finish key."""
     return Route("/s/{session_id}/finish", finish_endpoint(gateway), methods=["POST"])
 
 
@@ -104,7 +103,7 @@ async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
 def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession, str]], root: str) -> bytes:
     return orjson.dumps(
         {
-            "attempts": [_row(session, key, root) for session, key in taken],
+            "attempts": [_row(gateway, session, key, root) for session, key in taken],
             "ended": gateway.attempts.stopped(worker),
             "shards": gateway.options.pool.shards,
         }
@@ -125,10 +124,8 @@ async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -
 
 
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    session = authenticate(gateway, scope, dict(scope["headers"]))
+    session = _to_finish(gateway, scope)
     report = schemas.read(schemas.WorkerFinish, await read_body(receive))
-    if session.offer_heartbeat_s is None and session.client is None:
-        raise GatewayError("this session is finished by the process that opened it", status=403)
     if session.ending is not None and session.ending.imposed:
         raise GatewayError(f"the episode has ended: {session.ending.error}", status=410)
     if session.client is not None:
@@ -145,6 +142,21 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
     await respond(send, 202 if trajectory is None else 200, orjson.dumps(row))
 
 
+def _to_finish(gateway: Gateway, scope: Scope) -> GatewaySession:
+    """Returns the session of a finish key. An API key finishes nothing: programs have it, which could discard
+    the episodes that they lose. Raises ApiError or GatewayError."""
+    session_id, key = str(scope["path_params"]["session_id"]), bearer_key(scope)
+    try:
+        return gateway.sessions.authenticate(api_key_of(key, gateway.options.id_prefix), session_id)
+    except ApiError:
+        session = gateway.sessions.authenticate(key, session_id)  # raises unless it is the API key
+    if session.offer_heartbeat_s is None and session.client is None:
+        raise GatewayError("this session is finished by the process that opened it", status=403)
+    raise GatewayError(
+        "an episode's api_key cannot finish it: send the finish_key that came with it", status=403
+    )
+
+
 def _is_own(gateway: Gateway, key: str) -> bool:
     """Returns whether the caller runs the trainer's own agents. Raises GatewayError without a valid key."""
     options = gateway.options
@@ -157,7 +169,7 @@ def _is_own(gateway: Gateway, key: str) -> bool:
     return False
 
 
-def _row(session: GatewaySession, key: str, root: str) -> dict[str, object]:
+def _row(gateway: Gateway, session: GatewaySession, finish_key: str, root: str) -> dict[str, object]:
     assert session.task is not None, "an offered session has a task"
     url = f"{root}/s/{session.id}"
     return {
@@ -166,7 +178,8 @@ def _row(session: GatewaySession, key: str, root: str) -> dict[str, object]:
         "base_url": f"{url}/v1",
         "tools_url": f"{url}/tools",
         "mcp_url": f"{url}/mcp",
-        "api_key": key,
+        "api_key": api_key_of(finish_key, gateway.options.id_prefix),
+        "finish_key": finish_key,
         "model": MODEL_NAME,
         "seed": session.seed,
         "deadline_s": session.deadline_s,

@@ -20,6 +20,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
 from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
 from tidegate.gateway.http.response import respond
+from tidegate.gateway.ids import api_key_of
 from tidegate.gateway.turns.redaction import redact_text, redact_value
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.types import MODEL_NAME
@@ -74,7 +75,8 @@ class ClientRoutes:
         row = {
             "episode": session.id,
             "base_url": f"{root}/s/{session.id}/v1",
-            "api_key": key,
+            "api_key": api_key_of(key, gateway.options.id_prefix),
+            "finish_key": key,
             "model": MODEL_NAME,
             "deadline_s": session.deadline_s,
         }

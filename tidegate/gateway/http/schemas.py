@@ -13,7 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Outcome, Trajectory, fields_of
+from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome, Trajectory, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
 
@@ -40,23 +40,39 @@ class NextAttempts(WorkerName):
     wait_s: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 30.0
 
 
+def _short(reward: Any) -> Any:
+    """Returns a reward; of one that is no number at most the beginning of its text, for the error."""
+    return reward if reward is None or _number(reward) is not None else repr(reward)[:200]
+
+
+def _number(value: Any) -> float | None:
+    """Returns a number of JSON; None for another value, and for an integer beyond a float."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
 class AgentReport(Body):
     """How an agent's run ended; by default the gateway decides on the outcome."""
 
-    output: str | None = None
+    output: Annotated[str, Field(max_length=MAX_OUTPUT)] | None = None
     outcome: Outcome | None = None
-    reward: Any = None
+    reward: Annotated[Any, AfterValidator(_short)] = None
     """Any value: one that is not a finite number ends the session as `reward_error`."""
-    metrics: dict[str, Any] = {}
+    metrics: Annotated[
+        dict[Annotated[str, Field(max_length=MAX_METRICS)], Any], Field(max_length=MAX_METRICS)
+    ] = {}
     error: str | None = None
+    """Its end is cut off, if it is long."""
 
     def report(self) -> FinishReport:
         metrics = {
-            storable(name): float(value)
+            storable(name): number
             for name, value in self.metrics.items()
-            if isinstance(value, int | float) and math.isfinite(value)
+            if (number := _number(value)) is not None and math.isfinite(number)
         }
-        error = None if self.error is None else storable(self.error)
+        error = None if self.error is None else storable(self.error[:MAX_ERROR])
         output = None if self.output is None else storable(self.output)
         return FinishReport(self.outcome, error, output, self.reward, metrics)
 
