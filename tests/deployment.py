@@ -63,5 +63,5 @@ def deployed() -> Iterator[Container]:
             first = spec.get("command", entrypoint(spec["image"]))
             mounts = {mount["mountPath"]: mount["name"] for mount in spec.get("volumeMounts", [])}
             yield Container(
-                spec["name"], spec["image"], [*first, *spec["args"]], mounts, {**spec, "pod": pod}
+                spec["name"], spec["image"], [*first, *spec.get("args", [])], mounts, {**spec, "pod": pod}
             )

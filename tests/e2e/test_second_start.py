@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import DEMO, REPO, ends, held, metrics, training
+from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, ends, held, metrics, training
 from tests.e2e.test_train import tidegates
+from tidegate.failpoints import PASSED, VARIABLE
 from tidegate.gateway.project_keys import create_key
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.timeout(300)  # a run with its processes
+
+@pytest.mark.timeout(600)  # a run with its processes
 def test_a_live_run_survives_every_second_start(tmp_path: Path) -> None:
     run_dir = tmp_path / "live"
     place = [str(DEMO), f"--run.dir={tmp_path}", "--run.name=live"]
@@ -47,3 +51,20 @@ def test_a_live_run_survives_every_second_start(tmp_path: Path) -> None:
         assert run.wait(60) == 130, run.output()
     held(run_dir)
     assert ends(run_dir) == [("interrupted", None)]
+
+
+@pytest.mark.timeout(600)
+def test_a_run_that_was_killed_before_it_began_begins_at_the_next_start(tmp_path: Path) -> None:
+    run_dir = tmp_path / "early"
+    passed = tmp_path / "passed"
+    passed.mkdir()
+    points = "config.before,config.after,ledger.run.started.before,ledger.run.started.after"
+    environment = {**ENVIRONMENT, VARIABLE: points, PASSED: str(passed)}
+    words = ["--resume", "auto", "--trainer.steps=1", "--eval.every=0"]
+    ended = []
+    while not ended or ended[-1]:
+        with training(run_dir, *words, environment=environment) as run:
+            ended.append(run.wait())
+            assert ended[-1] in (0, -signal.SIGKILL), run.output()
+    assert ended == [-signal.SIGKILL] * 4 + [0]
+    assert held(run_dir).steps == 1

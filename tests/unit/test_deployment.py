@@ -42,8 +42,7 @@ def command_of(container: Container) -> list[str]:
     """The words of `tidegate …`, also of a shell script."""
     if container.command[0] == "tidegate":
         return container.command[1:]
-    script = container.command[-1]
-    return shlex.split(re.findall(r"exec tidegate (.*)", script)[0].replace("$resume", "--resume"))
+    return shlex.split(re.findall(r"exec tidegate (.*)", container.command[-1])[0])
 
 
 def parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -60,6 +59,15 @@ def test_commands_and_their_settings_are_accepted(container: Container, tmp_path
         path.write_text(CONFIG)
     file = None if path is None else REPO / path
     load(getattr(importlib.import_module(module), name), file, rest)
+
+
+def test_every_trainer_that_is_started_again_continues_if_there_is_a_run() -> None:
+    files = ["examples/slurm/train.sbatch", "examples/skypilot/train.yaml"]
+    words = [(REPO / file).read_text() for file in files]
+    words += [" ".join(one.command) for one in CONTAINERS if "train" in one.command]
+    assert len(words) == 4
+    for text in words:
+        assert re.findall(r"--resume[ =]?(\w*)", text) == ["auto"], text
 
 
 def test_each_image_has_a_dockerfile_whose_copied_files_exist() -> None:

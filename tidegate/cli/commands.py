@@ -59,7 +59,7 @@ def takes_resume(parser: argparse.ArgumentParser, run: str) -> None:
 def resume_of(arguments: argparse.Namespace, rest: list[str]) -> Resume:
     """Returns the value of `--resume`; a file that follows the option goes back to the other words."""
     if arguments.resume not in (False, True, "auto"):
-        rest.append(arguments.resume)
+        rest.insert(0, arguments.resume)
         arguments.resume = True
     resume: Resume = arguments.resume
     return resume

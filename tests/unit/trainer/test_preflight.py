@@ -150,6 +150,31 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
         Start.of(with_model(settings, other), resume=True)
 
 
+@pytest.mark.parametrize("left", [None, "", "config.toml", "gateway/journal.sqlite", "worker.key", "logs/a"])
+def test_a_start_that_ended_before_the_run_began_is_started_again(tmp_path: Path, left: str | None) -> None:
+    words = [f"--model.path={model_at(tmp_path / 'model')}", f"--run.dir={tmp_path}", "--run.name=kept"]
+    settings = load_settings(None, words)
+    if left is not None:
+        file = settings.run_dir / left
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if left:
+            file.touch()
+    assert Start.of(settings, resume="auto").epoch == 1
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        Start.of(settings, resume=True)
+
+
+def test_a_run_is_continued_if_there_is_one(tmp_path: Path) -> None:
+    begun = [entry("run", "started", epoch=3, step=0, version=5, position=None, rules={})]
+    for step, entries, epoch in ((None, [], 1), (None, begun, 4), (2, begun, 4)):
+        place = tmp_path / f"{step}-{epoch}"
+        settings = kept_run(place, model_at(place / "model"), step=step, entries=entries)
+        start = Start.of(settings, resume="auto")
+        assert (start.step, start.epoch) == (step or 0, epoch)
+        with pytest.raises(ConfigError, match="holds a run already"):
+            Start.of(settings, resume=False)
+
+
 def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4)
     with pytest.raises(NothingToDoError, match=r"has taken 4 steps.*--resume --trainer\.steps 8"):
