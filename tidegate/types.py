@@ -9,7 +9,9 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from enum import StrEnum
+from numbers import Real
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import msgspec
@@ -421,14 +423,20 @@ class Scored:
 
 
 def finite(name: str, value: object) -> float:
-    """Returns `value` as a float.
+    """Returns a number, a bool, or a scalar of numpy's or torch's types as a float.
 
     Raises:
         RewardError: It is not a finite number.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RewardError(f"{name} is {value!r}, not a finite number")
-    return float(value)
+    scalar: Any = value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        scalar = scalar.item()
+    try:
+        if isinstance(scalar, Real | Decimal) and math.isfinite(scalar):
+            return float(scalar)
+    except (OverflowError, ValueError):  # an integer that no float can hold; a signalling NaN
+        pass
+    raise RewardError(f"{name} is {value!r:.200}, not a finite number")
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from typing import Any, Self
 from openai import AsyncOpenAI
 
 from tidegate.client.calls import POLL_S, ClientCalls
-from tidegate.errors import GatewayError, GroupRefusedError
+from tidegate.errors import GatewayError, GroupRefusedError, RewardError
+from tidegate.types import finite
 
 LEAVE_S = 5.0
 FIRST_RETRIES, RETRY_S = 4, 6.0
@@ -195,14 +196,16 @@ class ClientEpisode:
         if error is not None:
             failure = {"outcome": "agent_error", "error": f"{type(error).__name__}: {error}"}
             await leave(self._finish(failure))
-        elif not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
-            await self._finish({"outcome": "agent_error", "error": f"its reward is {self.reward!r}"})
+            return
+        try:
+            reward = finite("the episode's reward", self.reward)
+            metrics = {name: finite(f"the metric {name!r}", value) for name, value in self.metrics.items()}
+        except RewardError as wrong:
+            await self._finish({"outcome": "agent_error", "error": str(wrong)})
             raise ValueError(
-                f"the episode's reward is {self.reward!r}: set episode.reward to a finite number before the "
-                "end of its block"
-            )
-        else:
-            await self._finish({"reward": self.reward, "output": self.output, "metrics": self.metrics})
+                f"{wrong}: set episode.reward, and each of episode.metrics, before the end of its block"
+            ) from None
+        await self._finish({"reward": reward, "output": self.output, "metrics": metrics})
 
     async def _finish(self, report: dict[str, Any]) -> None:
         group, path = self._group, f"/s/{self._id}/finish"

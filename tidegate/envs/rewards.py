@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from tidegate.envs.unavailable import is_unavailable
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
 from tidegate.tracebacks import where
+from tidegate.types import finite
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory", "state")
 """Parameter names that a reward function may have."""
@@ -46,8 +46,9 @@ class Reward:
     name: str
     """Name of the part in records and metrics (`reward/<name>`)."""
     fn: Callable[..., float | Grade | Awaitable[float | Grade]]
-    """A function with parameters from ARGUMENTS that returns a finite number, a bool or a `Grade`. It may be
-    async; if it is not, it is called in a thread. It is pure, or depends on the episode's `state` alone."""
+    """A function with parameters from ARGUMENTS that returns a finite number, a bool (numpy's and torch's
+    scalars count) or a `Grade`. It may be async; if it is not, it is called in a thread. It is pure, or
+    depends on the episode's `state` alone."""
     weight: float = 1.0
     """Factor in the weighted sum."""
 
@@ -104,9 +105,8 @@ class Reward:
 
     def _checked(self, result: Any) -> Grade:
         value, metrics = (result.value, result.metrics) if isinstance(result, Grade) else (result, {})
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise RewardError(f"it returned {value!r}, not a finite number")
-        return Grade(float(value), metrics)
+        checked = {str(key): finite(f"its metric {key!r}", number) for key, number in metrics.items()}
+        return Grade(finite("the value that it returned", value), checked)
 
     def _described(self, error: Exception) -> RewardError:
         kind = RewardUnavailableError if is_unavailable(error) else RewardError

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from tests.fakes import Fault, Stage, eventually, staged
@@ -142,12 +143,20 @@ async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stag
     assert entries[-1]["state"] == "cancelled"
 
 
+async def test_rewards_and_metrics_may_be_numpys(stage: Stage, client: Client) -> None:
+    async with client.group("my task") as group, group.episode() as run:
+        await run.openai().chat.completions.create(model="policy", messages=ASK)
+        run.reward, run.metrics = np.float32(0.5), {"right": np.bool_(True)}
+    (trajectory,) = (await leased(stage)).trajectories
+    assert (trajectory.reward, trajectory.metrics["right"]) == (0.5, 1.0)
+
+
 async def test_failed_episodes_are_left_out_and_named(stage: Stage, client: Client) -> None:
     async with client.group("my task") as group:
         await episode(group)
         with pytest.raises(KeyError, match="lost"):
             await failing(group)
-        with pytest.raises(ValueError, match=r"reward is None: set episode\.reward"):
+        with pytest.raises(ValueError, match=r"reward is None, not a finite number: set episode\.reward"):
             await episode(group, None)
         async with group.episode() as silent:
             silent.reward = 1.0

@@ -32,8 +32,8 @@ def raises(output: str, answer: str) -> float:
     [
         (raises, "reward_raised", "'mine' raised ZeroDivisionError: division by zero"),
         (lambda output: int(output), "reward_raised", "on the output '#### 2' of task t0"),
-        (lambda output: math.nan, "reward_not_finite", "returned nan, not a finite number"),
-        (lambda output: None, "reward_not_finite", "returned None, not a finite number"),
+        (lambda output: math.nan, "reward_not_finite", "returned is nan, not a finite number"),
+        (lambda output: None, "reward_not_finite", "returned is None, not a finite number"),
         (lambda output: 0.5, "reward_constant", "gold and wrong answers all earn 0.5"),
         (lambda output, answer: output != answer, "gold_no_better", "gold answers score no higher"),
         (lambda output: "####" in output, "gold_no_better", "gold answers 1, best wrong answers 1 (8"),

@@ -42,10 +42,12 @@ async def score(
 
 
 def check(scored: object) -> Scored:
-    """Returns a score if it is one. Raises RewardError, which names the number that is not finite."""
+    """Returns a score with Python's floats. Raises RewardError, which names the number that is not finite."""
     if not isinstance(scored, Scored):
         raise RewardError(f"the reward returned a {type(scored).__name__}, not a Scored")
-    named = [("reward", scored.reward), *scored.parts.items(), *scored.metrics.items()]
-    for name, value in [*named, *((f"turn {turn}", value) for turn, value in scored.turn_rewards.items())]:
-        finite(name, value)
-    return scored
+    return Scored(
+        finite("reward", scored.reward),
+        {name: finite(name, value) for name, value in scored.parts.items()},
+        {name: finite(name, value) for name, value in scored.metrics.items()},
+        {int(turn): finite(f"turn {turn}", value) for turn, value in scored.turn_rewards.items()},
+    )
