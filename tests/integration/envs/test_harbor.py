@@ -10,6 +10,7 @@ from tests import REPO
 from tests.sandboxes import needs_bubblewrap
 from tidegate.envs.rewards import Grade
 from tidegate.envs.shell.harbor import Harbor
+from tidegate.errors import RewardError
 from tidegate.types import Task
 
 pytestmark = needs_bubblewrap
@@ -99,14 +100,22 @@ async def test_a_reward_that_the_agent_writes_does_not_count(attempt: str) -> No
 
 @pytest.mark.parametrize(
     "test",
-    ["exit 0", "echo > /logs/verifier/reward.txt", "echo nan > /logs/verifier/reward.txt", "kill -9 $PPID"],
+    ["exit 0", "echo > /logs/verifier/reward.txt", "echo nan > /logs/verifier/reward.txt", "kill -9 $$"],
 )
-async def test_a_test_script_without_a_reward_is_worth_0(tmp_path: Path, test: str) -> None:
-    grade, _ = await played(*only(folder_of(tmp_path, tests__test_sh=test)))
-    assert grade == Grade(0.0, {"without_reward": 1.0})
+async def test_a_test_script_without_a_reward_is_an_error_with_its_output(tmp_path: Path, test: str) -> None:
+    folder = folder_of(tmp_path, tests__test_sh=f"echo no uv here; {test}")
+    with pytest.raises(RewardError, match=r"test\.sh wrote no reward.*no uv here"):
+        await played(*only(folder))
 
 
-async def test_the_time_of_a_test_script_is_limited(tmp_path: Path) -> None:
-    path = folder_of(tmp_path, task_toml="verifier.timeout_sec = 0.5", tests__test_sh="sleep 60")
+@pytest.mark.parametrize("test", ["sleep 60", "exec head -c 2000000000 /dev/zero > big"])
+async def test_work_with_which_the_tests_exceed_a_limit_is_worth_0(tmp_path: Path, test: str) -> None:
+    path = folder_of(tmp_path, task_toml="verifier.timeout_sec = 0.5", tests__test_sh=test)
     grade, _ = await played(*only(path))
     assert grade == Grade(0.0, {"without_reward": 1.0})
+
+
+async def test_of_both_files_the_one_with_the_reward_counts(tmp_path: Path) -> None:
+    test = 'cd /logs/verifier; echo \'{"passed": 3, "total": 4}\' > reward.json; echo .75 > reward.txt'
+    grade, _ = await played(*only(folder_of(tmp_path, tests__test_sh=test)))
+    assert grade == Grade(0.75, {"without_reward": 0.0, "passed": 3.0, "total": 4.0})

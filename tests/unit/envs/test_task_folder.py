@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.envs.rewards import Grade
-from tidegate.envs.shell.harbor import graded
 from tidegate.envs.shell.task_folder import read_task_folders
 from tidegate.errors import ConfigError
 
@@ -90,19 +88,3 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "task/tests/test.sh").unlink()
     with pytest.raises(ConfigError, match=r"has no file tests/test\.sh"):
         read_task_folders(tmp_path, False)
-
-
-@pytest.mark.parametrize(
-    ("text", "grade"),
-    [
-        ("0.5\n", Grade(0.5, {"without_reward": 0.0})),
-        ('{"reward": 1, "style": 0.5}', Grade(1.0, {"without_reward": 0.0, "style": 0.5})),
-        ('{"style": 0.5, "speed": 1}', Grade(0.75, {"without_reward": 0.0, "style": 0.5, "speed": 1.0})),
-        *(
-            (text, Grade(0.0, {"without_reward": 1.0}))
-            for text in ("", "yes", "inf", "{}", '{"reward": "x"}', "[1]")
-        ),
-    ],
-)
-def test_rewards_in_files(text: str, grade: Grade) -> None:
-    assert graded(text) == grade

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +13,11 @@ from tidegate.envs.datasets.finite import Finite
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.shell.sandboxed import OUTPUT_CHARS, SandboxedEnvironment, SandboxEpisode
 from tidegate.envs.shell.task_folder import TaskFolder, read_task_folder, read_task_folders
+from tidegate.errors import RewardError
 from tidegate.sandbox import verify_fresh
 from tidegate.sandbox.bubblewrap import WORK
 from tidegate.sandbox.inside.archive import make_tar
-from tidegate.types import Task
+from tidegate.types import Task, finite
 
 PLACE = "/tmp/harbor"
 LINKS = {"/tests": f"{PLACE}/tests", "/logs": f"{PLACE}/logs"}
@@ -25,8 +26,10 @@ MAKE_FOLDERS = f"mkdir -p {PLACE}/tests {PLACE}/logs/verifier {PLACE}/logs/agent
 VERIFY = f"""\
 {MAKE_FOLDERS}
 bash /tests/test.sh >/logs/verifier/test-stdout.txt 2>&1
-cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
+cat /logs/verifier/reward.json 2>/dev/null; printf '\\0'; cat /logs/verifier/reward.txt 2>/dev/null
+printf '\\0'; tail -c 300 /logs/verifier/test-stdout.txt
 """
+"""Prints reward.json, reward.txt and the end of the tests' output, with a NUL between them."""
 
 
 class Harbor(SandboxedEnvironment, Finite):
@@ -99,6 +102,9 @@ class Harbor(SandboxedEnvironment, Finite):
             {f"{PLACE}/tests/{path}": content for path, (content, _) in tests.items()},
             timeout_s=folder.verifier_s,
         )
+        if result.timed_out or result.limit is not None:
+            # The work caused it: a policy cannot discard an episode by work that hangs or fills the disk.
+            return Grade(0.0, {"without_reward": 1.0})
         return graded(result.stdout)
 
     def _folder(self, task: Task) -> TaskFolder:
@@ -110,19 +116,48 @@ class Harbor(SandboxedEnvironment, Finite):
 
 
 def graded(text: str) -> Grade:
-    """Returns the grade for the text of a reward file: a number, or an object of numbers.
+    """Returns the grade for what VERIFY prints.
 
-    The reward of an object is its `reward`, or the mean of all; the others are metrics. A text without finite
-    numbers, and no text, are worth 0: a policy that breaks the tests is not excused.
+    As in Harbor, reward.json precedes reward.txt, which is read by Python's `float`. The reward of an object
+    is its `reward`, and its other numbers are metrics; values of other types are ignored. If it has no
+    `reward`, reward.txt has the reward, or else it is the mean of the numbers.
+
+    Raises:
+        RewardError: There is not one finite number. Several numbers have a mean only from −1 to 1, because
+            counts and seconds are no rewards.
     """
+    report, line, log = [*text.split("\0"), "", ""][:3]
+    values = _numbers(report)
+    reward = values.pop("reward", None)
+    if reward is None:
+        reward = _float(line)
+    if reward is None and (len(values) == 1 or all(abs(value) <= 1 for value in values.values())):
+        reward = sum(values.values()) / len(values) if values else None
+    if reward is None:
+        raise RewardError(
+            f"test.sh wrote no reward: reward.json is {report[:200]!r}, reward.txt {line[:200]!r}; write one "
+            f"finite number to /logs/verifier/reward.txt, or as `reward` to reward.json. The script's output "
+            f"ends with {log!r}"
+        )
+    return Grade(reward, {"without_reward": 0.0, **values})
+
+
+def _numbers(text: str) -> dict[str, float]:
+    """Returns the finite numbers of an object, a single number as `reward`."""
     try:
         read = json.loads(text)
-        values = {name: float(value) for name, value in read.items()} if isinstance(read, dict) else {}
-        values = values or {"reward": float(read)}
-    except (ValueError, TypeError):
-        values = {}
-    if not values or not all(map(math.isfinite, values.values())):
-        return Grade(0.0, {"without_reward": 1.0})
-    others = {name: value for name, value in values.items() if name != "reward"}
-    reward = values.get("reward", sum(values.values()) / len(values))
-    return Grade(reward, {"without_reward": 0.0, **others})
+    except (ValueError, RecursionError):
+        read = None
+    named = read if isinstance(read, dict) else {"reward": _float(text)}
+    numbers = {}
+    for name, value in named.items():
+        if isinstance(value, int | float):
+            with suppress(RewardError):
+                numbers[name] = finite(name, value)
+    return numbers
+
+
+def _float(text: str) -> float | None:
+    with suppress(ValueError, RewardError):
+        return finite("reward.txt", float(text))
+    return None
