@@ -264,7 +264,7 @@ async def test_a_stop_string_that_straddles_a_continuation_ends_the_reply(stage:
         text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
     assert (text, finish) == ("one two ", "stop")
     first, second = stage.engine.requests
-    assert (first["stream"], second["stream"]) == (stream, True), "what is ended in time is streamed"
+    assert (first["stream"], second["stream"]) == (True, True), "what is ended in time is streamed"
     await stage.engine.until(lambda: stage.engine.aborted == [second["rid"]])
     [turn] = (await ended(stage, access)).turns
     assert turn.output_ids.tolist() == ids[:end]

@@ -25,10 +25,14 @@ async def test_stop_strings_end_the_text(stage: Stage) -> None:
     reply = await llm.chat.completions.create(model="m", messages=ASK, stop=["STOP"])
     assert reply.choices[0].message.content == "One "
     assert reply.choices[0].finish_reason == "stop"
-    assert stage.engine.requests[0]["sampling_params"]["stop"] == ["STOP"]
+    # The model may reason, where the engine would stop, too: the gateway ends the reply.
+    assert "stop" not in stage.engine.requests[0]["sampling_params"]
     await stage.client.finish(access.session_id, reward=0)
     [turn] = (await stage.client.trajectory(access.session_id)).turns
-    assert turn.output_ids.tolist() == ids  # what was sampled stays what was sampled
+    read = turn.output_ids.tolist()
+    assert read == ids[: len(read)]  # what was sampled stays what was sampled
+    assert stage.gateway.renderer.decode(read) == "One STOP"
+    assert turn.finish_reason == "stop"
 
 
 class Answer(BaseModel):
@@ -90,7 +94,6 @@ async def test_a_single_call_ends_the_reply(stage: Stage) -> None:
     reply = await llm.chat.completions.create(
         model="m", messages=ASK, tools=TOOLS, parallel_tool_calls=False, stop="END"
     )
-    assert stage.engine.requests[0]["sampling_params"]["stop"] == ["END", "</tool_call>"]
     assert reply.choices[0].message.tool_calls is not None
     assert reply.choices[0].finish_reason == "tool_calls"
 

@@ -58,10 +58,11 @@ def test_special_tokens_are_hidden_and_markers_are_shown() -> None:
     st.lists(st.integers(0, 20), max_size=6),
 )
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], cuts: list[int]) -> None:
-    cutter = StopCutter(stops)
+    cutter = StopCutter(PlainParser())
+    cutter.use(stops)
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    shown = "".join(cutter.feed(text[a:b]) for a, b in itertools.pairwise(edges))
-    shown += cutter.finish()
+    parts = [part for a, b in itertools.pairwise(edges) for part in cutter.feed(text[a:b])]
+    shown = "".join(map(str, [*parts, *cutter.finish()]))
     found = [text.find(stop) for stop in stops if stop in text]
     assert (cutter.stopped in stops) == bool(found)
     if not found:

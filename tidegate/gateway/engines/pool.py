@@ -227,6 +227,7 @@ class EnginePool:
         rid = unique_name()
         previous_ids = list(result.ids)
         piece, stopped = GenerateResult(), False
+        stop_after = request.unseen_stop_search(previous_ids)
 
         def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
@@ -234,8 +235,8 @@ class EnginePool:
             if on_ids is not None:
                 on_ids(previous_ids + newer.ids)
             ids = previous_ids + newer.ids
-            if previous_ids and not stopped and request.stop_after(ids) is not None:
-                # The engine saw only the end of the stop string. Its last event reports the versions.
+            if stop_after is not None and not stopped and stop_after(ids) is not None:
+                # The engine did not see the whole stop string. Its last event reports the versions.
                 stopped = True
                 self._client.abort(engine.control, rid)
 

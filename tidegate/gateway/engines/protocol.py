@@ -39,8 +39,12 @@ class RequestRefusedError(EngineError):
 @dataclass(slots=True)
 class GenerateRequest:
     """A generation request: prompt ids (shape [prompt]), sampling parameters and token limit.
-    `stop_after(ids)` returns the number of reply ids up to the end of the first stop string, None without
-    one. Engines search for stop strings too, but only within the tokens of one call."""
+
+    `new_stop_search()` returns a function that is called with all ids of the reply so far, and returns their
+    number up to the end of the first stop string, None without one. It is None if the request has no stop
+    strings. An engine gets them as `params["stop"]` and searches the tokens of one call, reasoning included;
+    without that parameter only the gateway searches.
+    """
 
     prompt: Ids
     params: dict[str, Any]
@@ -48,7 +52,7 @@ class GenerateRequest:
     stream: bool = False
     requested_as: Mapping[str, str] = field(default_factory=dict)
     """For each of `params` that the agent set, its name in the agent's request."""
-    stop_after: Callable[[Sequence[int]], int | None] = lambda ids: None
+    new_stop_search: Callable[[], Callable[[Sequence[int]], int | None]] | None = None
     closed: bool = False
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
@@ -67,14 +71,21 @@ class GenerateRequest:
         each call."""
         return not (self.params.keys() & NON_RESUMABLE_PARAMS)
 
+    def unseen_stop_search(self, ids: Sequence[int]) -> Callable[[Sequence[int]], int | None] | None:
+        """Returns a search for stop strings that the engine does not find in the call after the tokens `ids`:
+        they straddle two calls, or the engine does not know them. None if it finds all of them."""
+        if self.new_stop_search is None or (not ids and "stop" in self.params):
+            return None
+        return self.new_stop_search()
+
     def should_stream(self, result: GenerateResult) -> bool:
-        """Whether to stream the next call. A stop string may straddle two calls, and only a stream can be
-        stopped there in time."""
-        return self.stream or bool(result.ids and self.params.get("stop"))
+        """Whether to stream the next call: only a stream can be stopped in time."""
+        return self.stream or self.unseen_stop_search(result.ids) is not None
 
     def complete(self, result: GenerateResult) -> bool:
-        """Whether the reply is complete; truncates it at a stop string that straddles two calls."""
-        end = self.stop_after(result.ids) if result.calls > 1 else None
+        """Whether the reply is complete; truncates it at a stop string that no engine found."""
+        search = self.unseen_stop_search(result.ids if result.calls > 1 else [])
+        end = search(result.ids) if search is not None else None
         if end is not None:
             result.truncate(end)
             result.finish = "stop"

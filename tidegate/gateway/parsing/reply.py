@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tidegate.gateway.ids import unique_name
 from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, SampledCall, call_wire, find_first
+from tidegate.gateway.parsing.reasoning import ReasoningParser
 from tidegate.gateway.rendering.messages import meaning, template_form
 from tidegate.types import Message
 
@@ -60,63 +61,76 @@ class Detokenizer:
 
 
 class StopCutter:
-    """Passes text up to the first stop string; holds back a possible beginning of one."""
+    """Passes text up to the first stop string to the parser of the answer; holds back a possible beginning
+    of one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, answer: ReplyParser) -> None:
+        self._answer = answer
+        self._stops: list[str] = []
         self._held = ""
         self.stopped: str | None = None
         """The stop string that ended the text."""
 
-    def feed(self, text: str) -> str:
+    @property
+    def status(self) -> str | None:
+        return self._answer.status
+
+    def use(self, stops: Sequence[str]) -> None:
+        """Sets the stop strings of the text that follows."""
+        self._stops = [stop for stop in stops if stop]
+
+    def feed(self, text: str) -> list[Part]:
         if self.stopped:
-            return ""
+            return []
         text = self._held + text
         certain, self.stopped = find_first(text, self._stops)
         self._held = text[certain:] if self.stopped is None else ""
-        return text[:certain]
+        return self._answer.feed(text[:certain])
 
-    def finish(self) -> str:
+    def finish(self) -> list[Part]:
         held, self._held = self._held, ""
-        return held
-
-
-def stop_after(decode: Decode, stops: Sequence[str], ids: Sequence[int]) -> int | None:
-    """Number of ids up to the end of the first stop string in their text; None without one."""
-
-    def stopped(size: int) -> bool:
-        text = decode(ids[:size])
-        return any(stop in text for stop in stops)
-
-    if not stopped(len(ids)):
-        return None
-    return bisect.bisect_left(range(len(ids)), True, key=stopped)
+        return [*self._answer.feed(held), *self._answer.finish()]
 
 
 class ReplyReader:
-    """Parses one reply; `parts` grows as ids arrive. `prefill` is text at the end of the prompt that belongs
-    to the reply."""
+    """Parses one reply; `parts` grows as ids arrive.
 
-    def __init__(self, decode: Decode, stops: Sequence[str], parser: ReplyParser, prefill: str = "") -> None:
+    Args:
+        decode: Returns the text of ids.
+        stops: Strings that end the answer. They do not end reasoning, which may quote them.
+        answer: Parser of the answer.
+        prefill: Text at the end of the prompt that belongs to the reply.
+        thought: None if the model does not reason with markers; else whether the prompt opens a section.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str],
+        answer: ReplyParser,
+        prefill: str = "",
+        thought: bool | None = None,
+    ) -> None:
         self._text = Detokenizer(decode)
-        self._cut = StopCutter(stops)
-        self._parser = parser
+        self.thought = None if prefill else thought  # the prefill begins the answer
+        self._cut = StopCutter(answer)
+        self._parser: ReplyParser = self._cut if thought is None else ReasoningParser(self._cut, thought)
         self.parts: list[Part] = []
         self.call_ids: list[str] = []
         self.part_ends: list[int] = []
         """For each part, the number of ids when it became certain."""
         self.seen = 0
         self.prefill = prefill
-        self._add(parser.feed(prefill))
+        self._add(self._parser.feed(prefill))
+        self._cut.use(stops)
 
     def push(self, ids: Sequence[int]) -> None:
         """Add the ids that follow the first `seen` ones."""
         self.seen += len(ids)
-        self._add(self._parser.feed(self._cut.feed(self._text.push(ids))))
+        self._add(self._parser.feed(self._text.push(ids)))
 
     def finish(self) -> None:
-        rest = self._cut.feed(self._text.finish()) + self._cut.finish()
-        self._add(self._parser.feed(rest))
+        self._add(self._parser.feed(self._text.finish()))
         self._add(self._parser.finish())
 
     def _add(self, parts: list[Part]) -> None:
@@ -151,6 +165,25 @@ class ReplyReader:
                 for key, call in zip(self.call_ids, calls, strict=True)
             ]
         return message
+
+
+def stop_search(new_reader: Callable[[], ReplyReader]) -> Callable[[Sequence[int]], int | None]:
+    """Returns a search in one reply whose ids arrive in pieces: called with all ids so far, it returns their
+    number up to the end of the first stop string, None without one."""
+    reader = new_reader()
+
+    def stopped(ids: Sequence[int]) -> bool:
+        fresh = new_reader()
+        fresh.push(ids)
+        return fresh.stopped is not None
+
+    def search(ids: Sequence[int]) -> int | None:
+        reader.push(ids[reader.seen :])
+        if reader.stopped is None:
+            return None
+        return bisect.bisect_left(range(len(ids)), True, key=lambda count: stopped(ids[:count]))
+
+    return search
 
 
 def count_read_ids(

@@ -17,8 +17,8 @@ from tidegate.gateway.errors import context_exceeded, unsupported
 from tidegate.gateway.large_json import Folded
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.parsing.parts import PlainParser, ReplyParser
-from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START, ReasoningParser
-from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_after
+from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
+from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_search
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
@@ -167,7 +167,7 @@ class PromptBuilder:
         budget = token_budget(
             len(prompt), request.sampling.max_tokens, session.sampling, self.context, remaining_tokens
         )
-        engine_request = self._engine_request(session, request, prompt, budget)
+        engine_request = self._engine_request(session, request, reader.thought, prompt, budget)
         self._metrics.rendered_tokens += len(delta)
         return ModelCall(
             request.digest,
@@ -186,7 +186,7 @@ class PromptBuilder:
         )
 
     def _engine_request(
-        self, session: GatewaySession, request: TurnRequest, prompt: Ids, budget: int
+        self, session: GatewaySession, request: TurnRequest, thought: bool | None, prompt: Ids, budget: int
     ) -> GenerateRequest:
         rules, number = self._sampling_rules, session.calls.started_calls
         params = rules.params(
@@ -197,7 +197,12 @@ class PromptBuilder:
         requested_as = rules.requested_params(request.sampling, session.split)
         engine_request = GenerateRequest(prompt, params, budget, request.stream, requested_as)
         if stops := params.get("stop"):
-            engine_request.stop_after = partial(stop_after, self._renderer.decode, stops)
+            decode = self._renderer.decode
+            engine_request.new_stop_search = lambda: stop_search(
+                lambda: ReplyReader(decode, stops, PlainParser(), thought=thought)
+            )
+            if thought is not None:  # an engine would stop within the reasoning, too
+                del params["stop"]
         return engine_request
 
     def _accept(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
@@ -317,15 +322,17 @@ class PromptBuilder:
             return ReplyReader(self._renderer.decode, request.sampling.stop, PlainParser())
         calls = bool(request.tools) and request.tool_use.mode != "none"
         parser: ReplyParser = self._tool_format.parser(request.tools or ()) if calls else PlainParser()
-        forced = forced_start(self._tool_format, request.tool_use)
-        if self.thought_end is not None:
-            begun = self._opens_thought(tuple(delta[-4:].tolist()))
-            if begun and forced:
-                raise unsupported(
-                    "tool_choice", "a call cannot be forced when the prompt opens a reasoning section"
-                )
-            parser = ReasoningParser(parser, begun)
-        return ReplyReader(self._renderer.decode, request.sampling.stop, parser, forced)
+        forced, thought = forced_start(self._tool_format, request.tool_use), self._thought(delta)
+        if thought and forced:
+            raise unsupported(
+                "tool_choice", "a call cannot be forced when the prompt opens a reasoning section"
+            )
+        return ReplyReader(self._renderer.decode, request.sampling.stop, parser, forced, thought)
+
+    def _thought(self, delta: Ids) -> bool | None:
+        """Returns whether a prompt that ends with `delta` opens a reasoning section; None if the model does
+        not reason."""
+        return None if self.thought_end is None else self._opens_thought(tuple(delta[-4:].tolist()))
 
 
 def model_context(model: Path) -> int | None:
