@@ -50,6 +50,19 @@ def test_a_mistyped_run_is_answered_with_the_nearest(
     assert "runs/demo" in text
 
 
+def test_a_terminal_that_cannot_encode_a_character_shows_another() -> None:
+    """`--settings` has a root sign, which latin-1 lacks."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tidegate", "train", "--settings"],
+        capture_output=True,
+        encoding="latin-1",
+        env={**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"},
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "trainer.ess_scaling" in run.stdout
+
+
 def test_a_notebooks_plot_backend_is_not_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

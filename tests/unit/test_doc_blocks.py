@@ -9,11 +9,13 @@ import ast
 import importlib
 import importlib.util
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from docs.checks.blocks import PROGRAMS, Block, blocks, blocks_of, runs
+from docs.lessons.pages import lessons
 from tests import REPO
 from tests.unit.test_docs import TARGETS
 from tidegate.config import load_settings
@@ -33,6 +35,13 @@ def of(language: str) -> pytest.MarkDecorator:
 def test_settings_are_accepted(block: Block, tmp_path: Path) -> None:
     if not block.reason:
         check_settings(block.text, tmp_path)
+
+
+@pytest.mark.parametrize("page", lessons(), ids=lambda page: page.stem)
+def test_settings_in_the_tables_of_a_lesson_are_accepted(page: Path) -> None:
+    rows = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    for words in re.findall(r"`(--[a-z]+\.[^`]+)`", "\n".join(rows)):
+        load_settings(None, ["--model.path=MODEL", *shlex.split(words)])
 
 
 @of("python")

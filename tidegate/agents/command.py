@@ -42,8 +42,8 @@ class CommandAgent(Agent):
     environment then has nothing of this process's.
 
     Args:
-        command: The program and its arguments. The program, and arguments with a `/`, may be files of the
-            current directory; other arguments are passed unchanged.
+        command: The program and its arguments. Words that name files of the current directory, such as
+            `agent.js`, become absolute paths; other words are passed unchanged.
         env: Further environment variables.
         user: Name or id of the user to run it as (needs root). It then can read neither the run's files nor
             those of the trainer's user.
@@ -71,8 +71,9 @@ class CommandAgent(Agent):
                 f"the command must be a list of words, such as ['node', './agent.js'], not {command!r}"
             )
         self.command = [
-            os.path.abspath(word) if (number == 0 or os.sep in word) and os.path.isfile(word) else word
-            for number, word in enumerate(command)
+            # The program runs in an empty directory, where a relative path names nothing.
+            os.path.abspath(word) if os.path.isfile(word) else word
+            for word in command
         ]
         self.env = dict(env or {})
         self.user = None if user is None else _user(user)

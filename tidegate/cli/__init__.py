@@ -4,6 +4,7 @@ is fast."""
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -77,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code. A `TidegateError` is printed as one message, without
     traceback."""
     _use_own_plot_backend()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale such as LC_ALL=C cannot encode every text
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     model = getattr(arguments, "settings_model", None)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         findings = asyncio.run(examination.run())
         faulty = failed(findings)
     finally:
-        if not faulty:
+        if not faulty or not (folder / "logs").is_dir():
             shutil.rmtree(folder, ignore_errors=True)
     logs = str(folder / "logs") if faulty and (folder / "logs").is_dir() else None
     if arguments.json:

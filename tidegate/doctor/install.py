@@ -83,7 +83,7 @@ def check_port(settings: Settings) -> Finding:
     gateway = settings.gateway
     where = f"{gateway.host}:{gateway.port}"
     try:
-        bind(Listen(gateway.host, gateway.port)).close()
+        bind(Listen(gateway.host, gateway.port), "gateway.port").close()
     except StartError as failure:
         text = f"the port is taken, or the address is not this machine's: {failure}"
         return error("port", "port_taken", text, "gateway.port = 0 selects a free port")

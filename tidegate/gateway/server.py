@@ -30,7 +30,7 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
     # A thread that encodes a long text yields to the event loop after 0.5 ms instead of 5 ms.
     sys.setswitchinterval(0.0005)
     app = create_app(gateway)
-    run_app(app, bind(listen), listen, app.direct)
+    run_app(app, bind(listen, "gateway.port"), listen, app.direct)
 
 
 def serve_front(
@@ -49,7 +49,7 @@ def serve_front(
     """
     admin_key = secrets.get("admin_key")
     _check_admin_key(listen, admin_key)
-    sock = bind(listen)
+    sock = bind(listen, "gateway.port")
     failures: list[str] = []
 
     def stop(reason: str) -> None:

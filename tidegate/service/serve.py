@@ -49,8 +49,8 @@ class Listen:
         return self.host in ("127.0.0.1", "localhost", "::1")
 
 
-def bind(listen: Listen) -> socket.socket:
-    """Return a bound socket; raises StartError if the port is taken."""
+def bind(listen: Listen, setting: str = "--port") -> socket.socket:
+    """Return a bound socket; raises StartError, which names the setting of the port, if the port is taken."""
     if listen.fd is not None:
         return socket.socket(fileno=listen.fd)
     family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -63,7 +63,7 @@ def bind(listen: Listen) -> socket.socket:
         why = error.strerror if isinstance(error, OSError) else error
         raise StartError(
             f"cannot listen on {listen.host}:{listen.port}: {why}; "
-            "choose another port, or port 0 for a free one"
+            f"choose another port ({setting}), or port 0 for a free one"
         ) from None
     return sock
 

@@ -379,6 +379,15 @@ def _is_type_tag(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
 
 
+USUAL_NAMES = {
+    "lr": "learning_rate", "num_generations": "group_size", "batch_size": "groups_per_batch",
+    "train_batch_size": "groups_per_batch", "max_steps": "steps", "num_train_epochs": "steps",
+    "max_new_tokens": "max_tokens", "max_completion_length": "max_tokens", "beta": "kl_coef",
+    "max_model_len": "max_context", "off_policy_steps": "max_staleness",
+}  # fmt: skip
+"""Setting names of other projects → ours."""
+
+
 def _instead(key: str, model: type[BaseModel]) -> str:
     """Returns the present name of a setting, the settings of a section, or the nearest name."""
     if issubclass(model, SettingsSection) and key in model.renamed:
@@ -386,8 +395,16 @@ def _instead(key: str, model: type[BaseModel]) -> str:
     known = [name for name, _, _ in known_keys(model)]
     if inside := [name for name in known if is_within(name, [key])]:
         return f"; its settings are {', '.join(inside)}"
-    known += model.model_fields
     tail = {name.rpartition(".")[2]: name for name in known}
+    # Names that others use for the same thing, which no spelling distance finds.
+    section, _, last = key.rpartition(".")
+    if usual := USUAL_NAMES.get(last):
+        meant = [name for name in known if name.rpartition(".")[2] == usual]
+        meant.sort(key=lambda name: name.rpartition(".")[0] not in (section or "trainer",))
+        if meant:
+            return f"; did you mean {meant[0]!r}?"
+    # A setting is never meant to be its whole section: 'trainer.lr' is not 'trainer'.
+    known += [] if "." in key else model.model_fields
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [tail[name] for name in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
     return f"; did you mean {close[0]!r}?" if close else ""

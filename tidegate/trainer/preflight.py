@@ -70,7 +70,7 @@ def check_writable(run_dir: Path) -> None:
 def check_port(host: str, port: int) -> None:
     """Raises StartError if a server could not listen on `port`. Port 0 stands for any free one."""
     if port:
-        bind(Listen(host, port)).close()
+        bind(Listen(host, port), "gateway.port").close()
 
 
 def check_teachers(teacher: TeacherSettings, environments: Sequence[str]) -> None:

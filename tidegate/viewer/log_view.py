@@ -37,6 +37,8 @@ class PlainView:
         self._started = self._printed_at = clock()
         self._run_dir: Path | None = None
         self._progress: tuple[str, float] | None = None
+        self._first: tuple[float, int] | None = None
+        """Time and number of the first step, for the pace."""
         self._sampled = Rate(10.0)
         self._signs = SignWatch()
 
@@ -80,7 +82,8 @@ class PlainView:
     def step(self, metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics:
             self._count(metrics)
-            self._print(step_line(metrics, self.total_steps, self._sampled.per_second()))
+            line = step_line(metrics, self.total_steps, self._sampled.per_second())
+            self._print(line + self._left(int(metrics.get("step", 0))))
         scores = [
             f"{name} {number(metrics[key], 3)}"
             for key, name in held_out_names(metrics).items()
@@ -91,6 +94,14 @@ class PlainView:
             self._print(f"evaluation after step {int(of)}: {'; '.join(scores)}")
         for sign in self._signs.step(metrics):
             self._print(f"warning: {sign}")
+
+    def _left(self, step: int) -> str:
+        """Returns the predicted time to the last step, by the pace since the first one."""
+        now = self._clock()
+        then, first = self._first = self._first or (now, step)
+        if self.total_steps is None or not first < step < self.total_steps:
+            return ""
+        return f"  about {duration((now - then) / (step - first) * (self.total_steps - step))} left"
 
     def _count(self, numbers: Mapping[str, float]) -> None:
         total = known(numbers.get("tokens/sampled_total"))

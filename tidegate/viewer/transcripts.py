@@ -93,6 +93,8 @@ class Pair:
     problem: tuple[TranscriptLine, ...]
     before: Transcript
     after: Transcript | None
+    titles: tuple[str, str] = ("before", "after")
+    """What the two episodes are called: an evaluation that is not of step 0 is named by its step."""
 
     @property
     def answer(self) -> str:
@@ -119,7 +121,7 @@ def choose(evaluations: Sequence[Path], count: int = 3) -> Chosen:
     first = _by_problem(evaluations[0])
     if len(evaluations) < 2:
         shown = sorted(_preferred(first), key=_order)[:count]
-        pairs = tuple(pair(episode(first[key]), None) for key in shown)
+        pairs = tuple(pair(episode(first[key]), None, _titles(evaluations[0])) for key in shown)
         return Chosen(pairs, "There is one evaluation only; these are its first problems by id.")
     last = _by_problem(evaluations[-1])
     gains = {}
@@ -128,11 +130,17 @@ def choose(evaluations: Sequence[Path], count: int = 3) -> Chosen:
         if before is not None and after is not None:
             gains[key] = after - before
     best = sorted(gains, key=lambda key: -gains[key])[:count]
-    pairs = tuple(pair(episode(first[key]), episode(last[key])) for key in best)
+    titles = _titles(evaluations[0], evaluations[-1])
+    pairs = tuple(pair(episode(first[key]), episode(last[key]), titles) for key in best)
     return Chosen(pairs, _how(list(gains.values()), len(pairs)))
 
 
-def pair(before: Transcript, after: Transcript | None) -> Pair:
+def _titles(first: Path, last: Path | None = None) -> tuple[str, str]:
+    one, other = (path.stem.removeprefix("eval_").lstrip("0") for path in (first, last or first))
+    return (f"step {one}", f"step {other}") if one.isdigit() else ("before", "after")
+
+
+def pair(before: Transcript, after: Transcript | None, titles: tuple[str, str] = ("before", "after")) -> Pair:
     """Put the messages with which both episodes begin apart, up to the first sampled reply."""
     shared = 0
     for index, line in enumerate(before.lines):
@@ -142,7 +150,7 @@ def pair(before: Transcript, after: Transcript | None) -> Pair:
         shared = index + 1
     rest = [None if one is None else replace(one, lines=one.lines[shared:]) for one in (before, after)]
     assert rest[0] is not None
-    return Pair(before.task_id, before.lines[:shared], rest[0], rest[1])
+    return Pair(before.task_id, before.lines[:shared], rest[0], rest[1], titles)
 
 
 def _how(gains: list[float], shown: int) -> str:
@@ -298,7 +306,7 @@ def as_text(pair: Pair) -> Group:
     parts: list[RenderableType] = [Text(f"Problem {pair.task_id}", "bold underline"), _grid(pair.problem)]
     if pair.answer:
         parts.append(_grid([TranscriptLine("gold", pair.answer)]))
-    for title, one in (("before", pair.before), ("after", pair.after)):
+    for title, one in zip(pair.titles, (pair.before, pair.after), strict=True):
         if one is None:
             continue
         good = one.reward is not None and one.reward > 0

@@ -92,7 +92,7 @@ def test_the_program_and_explicit_paths_are_of_the_current_directory(
     (tmp_path / "agent.js").touch()
     agent = CommandAgent(["agent.js", "agent.js", "./agent.js", "./missing", "-c"])
     path = str(tmp_path / "agent.js")
-    assert agent.command == [path, "agent.js", path, "./missing", "-c"]
+    assert agent.command == [path, path, path, "./missing", "-c"]
 
 
 async def test_the_end_of_a_long_output_is_kept() -> None:

@@ -87,6 +87,17 @@ def test_a_failure_is_no_score(tmp_path: Path) -> None:
     assert chosen.how.startswith("1 problem was scored before and after: 1 scored higher")
 
 
+def test_an_evaluation_that_is_not_the_first_state_is_not_called_before(tmp_path: Path) -> None:
+    """With eval.every = 8 and no evaluation at step 0, the first one is of trained weights."""
+    first = write(tmp_path / "eval_000008.jsonl", tried("p-0", 0.0))
+    last = write(tmp_path / "eval_000120.jsonl", tried("p-0", 1.0))
+    alone = text_of(as_text(choose([first]).pairs[0]))
+    both = text_of(as_text(choose([first, last]).pairs[0]))
+    assert "before" not in alone + both
+    assert "step 8 " in alone
+    assert "step 120 " in both
+
+
 def test_only_one_set_and_mode_is_compared(tmp_path: Path) -> None:
     """The sampled mode of the main set, which is what eval/reward measures, though others come first."""
     kinds = [("unseen_templates", "sampled"), ("", "greedy"), ("", "sampled")]

@@ -55,7 +55,8 @@ def test_one_line_a_step_in_columns(view: PlainView, console: Console, clock: Cl
         view.step(row)
     lines = lines_of(console)
     assert len(lines) == 100
-    assert len({len(line) for line in lines}) == 1
+    assert lines[9].endswith("  about 10:30 left")  # 90 steps of 7 s
+    assert len({len(line.split("  about ")[0]) for line in lines}) == 1
     for word in ("reward", "staleness", "tokens/s", "data"):
         assert len({line.index(word) for line in lines}) == 1
     assert "step  10/100" in lines[9]
@@ -106,7 +107,7 @@ def test_losses_are_named(view: PlainView, console: Console) -> None:
     total = {"reward/mean": 0.5, "groups/stale": 3.0, "groups/failed": 1.0}
     view.step({"step": 1, **total, "selection/stale_groups": 3.0, "selection/failed_groups": 1.0})
     view.step({"step": 2, **total, "selection/stale_groups": 0.0, "selection/failed_groups": 0.0})
-    said = [line.partition("so far: ")[2] for line in lines_of(console)]
+    said = [line.partition("so far: ")[2].partition("  about")[0] for line in lines_of(console)]
     assert said == ["stale 3 (+3), failed 1 (+1)", "stale 3, failed 1"]
 
 

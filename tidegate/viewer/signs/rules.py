@@ -198,11 +198,11 @@ def remedy_of_equal_groups(solved: float, failed: float, cut: float) -> str:
 def policy_stands_still(history: MetricHistory) -> Sign | None:
     """Sampler and trainer agree although they are versions apart: the updates change nothing."""
     lag, staleness = history.last("lag_kl"), history.last("staleness/mean")
-    reward, before = history.last("reward/mean"), history.last("reward/mean", back=1)
-    if lag is None or staleness is None or staleness.mean < 0.5 or reward is None or before is None:
-        return None
     # The KL divergence grows with the square of the distance.
-    if lag.mean >= STILL * staleness.mean**2 or reward.mean > before.mean + ERRORS * _errors(reward, before):
+    if lag is None or staleness is None or staleness.mean < 0.5 or lag.mean >= STILL * staleness.mean**2:
+        return None
+    reward, before = history.last("reward/mean"), history.last("reward/mean", back=1)
+    if reward is None or before is None or reward.mean > before.mean + ERRORS * _errors(reward, before):
         return None
     solved, rate = history.last("reward/all_solved_ratio"), history.newest("learning_rate")
     if solved is not None and solved.mean >= SOLVED:
