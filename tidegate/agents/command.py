@@ -43,7 +43,7 @@ class CommandAgent(Agent):
 
     Args:
         command: The program and its arguments. Words that name files of the current directory, such as
-            `agent.js`, become absolute paths; other words are passed unchanged.
+            ["node", "agent.js"], become absolute paths; other words are passed unchanged.
         env: Further environment variables.
         user: Name or id of the user to run it as (needs root). It then can read neither the run's files nor
             those of the trainer's user.

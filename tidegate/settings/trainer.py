@@ -131,6 +131,9 @@ class TrainerSettings(SettingsSection):
     """Divisor of advantages: the standard deviation of the rewards in the group (GRPO) or in the batch, or
     none (Dr. GRPO). None: the default of the baseline (none for leave_one_out, batch for batch) or of the
     loss (none for dr_grpo, group for the others)."""
+    filter: str | None = None
+    """Function of your own, as `file.py:function`: called with each group, which is not trained on if it
+    returns False (docs/losses.md)."""
     truncated_episodes: Literal["train", "mask"] = "train"
     """mask: rewards of truncated episodes count in their group, but the episodes are not trained on (DAPO's
     overlong filtering)."""

@@ -16,6 +16,7 @@ from tidegate.errors import LedgerError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
+from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
@@ -134,7 +135,7 @@ class Training:
         self.batches = Batcher(
             self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
             self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), save_dropped,
-            teacher,
+            teacher, None if (use := settings.trainer.filter) is None else GroupFilter(use),
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)

@@ -304,12 +304,13 @@ class Admission:
         self.lease(group.id, oldest, newest, group.solved())
         return None
 
-    def filter_group(self, group_id: str, *, cut: bool = False) -> None:
+    def filter_group(self, group_id: str, *, cut: bool = False, why: str | None = None) -> None:
         """End a group that yields no gradient (equal rewards, or a loss that is not finite).
 
         Args:
             group_id: The group.
             cut: Whether every episode of the group was cut at a token limit.
+            why: Name of the user's own filter that refused it.
         """
         self.streaks.filtered += 1
         group = self.groups[group_id]
@@ -317,7 +318,7 @@ class Admission:
         cut_and_failed = cut and group.solved == 0
         self.filtered_alike["cut"] += cut_and_failed
         self.streaks.cut += cut_and_failed
-        self._in_flight.end(group, State.FILTERED)
+        self._in_flight.end(group, State.FILTERED, **({} if why is None else {"why": why}))
 
     def _count_filtered(self, solved: int | None, episodes: int) -> None:
         self.filtered_alike["solved"] += solved == episodes

@@ -14,6 +14,7 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase
 from tidegate.trainer.batch.credit import Advantage
+from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -123,6 +124,7 @@ class Batcher:
     save: Callable[[Group, State], Awaitable[None]] = _unsaved
     """Saves the episodes of a group that was dropped, when the ledger has its end."""
     scorer: GroupScorer | None = None
+    own_filter: GroupFilter | None = None
     last_progress: float = field(default_factory=time.monotonic)
     accepted_episodes: int = 0
     """Episodes of clients' groups that admission accepted."""
@@ -184,9 +186,13 @@ class Batcher:
         self.last_progress = time.monotonic()
         if not await self._admit(group):
             return None
-        if not self.should_train(group):
+        trainable = self.should_train(group)
+        if not trainable or (self.own_filter is not None and not await self.own_filter.keeps(group)):
+            if group.id not in self.admission.groups:  # its client withdrew it during the call of the filter
+                return None
             self._groups[group.id] = group
-            self.admission.filter_group(group.id, cut=all(one.cut() for one in group.trajectories))
+            why = self.own_filter.use if trainable and self.own_filter is not None else None
+            self.admission.filter_group(group.id, cut=all(one.cut() for one in group.trajectories), why=why)
             return await self._drop(group.id, State.FILTERED)
         self.add(group)
         return None

@@ -15,11 +15,13 @@ from tests.slow_files import slow_file
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tests.waiting import eventually
 from tidegate.config import TrainerSettings
+from tidegate.errors import TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit
+from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.metrics import MetricsLog
@@ -164,6 +166,27 @@ async def test_a_group_that_failed_because_every_reply_was_cut_is_counted(tmp_pa
     batches.gateway = cast(Any, SimpleNamespace(lease=cut, ack=gateway.ack))
     await batches.next_batch()
     assert batches.admission.filtered_alike == {"solved": 1, "failed": 2, "cut": 1}
+
+
+async def test_a_filter_of_the_users_own_ends_groups_and_is_named_in_the_ledger(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("def keep(group):\n    return group.id != 'g1-000002'\n")
+    batches, _, book = gathered([ALIKE, APART, APART, APART], dynamic_sampling=True)
+    batches.own_filter = GroupFilter(f"{file}:keep")
+    batch = await batches.next_batch()
+    assert [group.id for group in batch.groups] == ["g1-000003", "g1-000004"]
+    ended = [(one["id"], one.get("why")) for one in book if (one["kind"], one["event"]) == ("group", "ended")]
+    assert ended == [("g1-000001", None), ("g1-000002", f"{file}:keep")]
+
+
+@pytest.mark.parametrize(("body", "words"), [("1 / 0", "ZeroDivisionError"), ("None", "must return True")])
+async def test_a_filter_that_fails_ends_the_run_by_its_name(tmp_path: Path, body: str, words: str) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(f"def keep(group):\n    return {body}\n")
+    batches, _, _ = gathered([APART, APART], dynamic_sampling=True)
+    batches.own_filter = GroupFilter(f"{file}:keep")
+    with pytest.raises(TrainingError, match=rf"trainer.filter = .*own.py:keep.*{words}"):
+        await batches.next_batch()
 
 
 async def test_a_group_that_admission_did_not_issue_counts_nowhere() -> None:
