@@ -134,6 +134,8 @@ class Batcher:
     """Whether a lease call waits at the gateway."""
     _groups: dict[str, Group] = field(default_factory=dict)
     _leased_at: dict[str, float] = field(default_factory=dict)
+    _dropped: list[tuple[Group, State]] = field(default_factory=list)
+    """Groups that were dropped since the last batch, also while a wait for one was interrupted."""
 
     def add(self, group: Group) -> None:
         """Add a group that is leased in admission. A restored group has no lease at the gateway."""
@@ -151,10 +153,9 @@ class Batcher:
         or were filtered, and the watchdog raises when nothing progresses.
         """
         started = time.monotonic()
-        dropped: list[tuple[Group, State]] = []
         while True:
             for group_id in self.admission.end_stale_groups():
-                dropped.append(await self._drop(group_id, State.STALE))
+                self._dropped.append(await self._drop(group_id, State.STALE))
             selection = self.admission.select_batch(number)
             if selection is not None:
                 break
@@ -162,11 +163,12 @@ class Batcher:
                 return None
             for group in await self._lease():
                 if filtered := await self._take(group):
-                    dropped.append(filtered)
+                    self._dropped.append(filtered)
         now = time.monotonic()
         groups = [self._groups[group_id] for group_id in selection.groups]
         ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
         scored_s = 0.0 if self.scorer is None else await self.scorer.finish(selection.groups)
+        dropped, self._dropped = self._dropped, []
         return Batch(selection, groups, dropped, now - started, ready, scored_s=scored_s)
 
     async def _lease(self) -> list[Group]:
@@ -270,3 +272,5 @@ class Batcher:
         for group_id in batch.untrained:
             self.admission.filter_group(group_id)
             await self._drop(group_id, State.FILTERED, save=not saved)
+        if not saved:  # no step has counted them
+            self._dropped += batch.dropped

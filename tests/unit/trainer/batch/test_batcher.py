@@ -274,3 +274,23 @@ async def test_an_episode_without_a_reply_does_not_make_its_group_stale() -> Non
     assert batch is not None
     assert [group.oldest_version() for group in batch.groups] == [0, 0]
     assert batch.dropped == []
+
+
+async def test_groups_that_were_dropped_before_an_interrupted_wait_count_in_the_next_batch() -> None:
+    batches, gateway, _ = gathered([ALIKE, APART, APART], dynamic_sampling=True)
+    assert await batches.next_batch(interrupted=lambda: len(gateway.rewards) < 3) is None
+    batch = await batches.next_batch()
+    assert batch is not None
+    assert [group.rewards() for group, _ in batch.dropped] == [ALIKE]
+
+
+async def test_groups_of_a_skipped_step_count_in_the_next_batch() -> None:
+    batches, _, _ = gathered([ALIKE, APART, APART, APART, APART], dynamic_sampling=True)
+    batch = await batches.next_batch()
+    assert batch is not None
+    await batches.end_untrained(batch.without(batch.selection.groups))
+    batch = await batches.next_batch()
+    assert batch is not None
+    assert [(group.rewards(), str(state)) for group, state in batch.dropped] == [
+        (ALIKE, "filtered"), (APART, "filtered"), (APART, "filtered"),
+    ]  # fmt: skip
