@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tidegate.agents.base import load_agent
+from tidegate.agents.command import CommandAgent
 from tidegate.config import Settings
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
-from tidegate.errors import STOPPED, StartError, TidegateError
+from tidegate.envs.shell.sandboxed import SandboxedEnvironment
+from tidegate.errors import STOPPED, SandboxError, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
 from tidegate.program import advise_extra
+from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
@@ -31,6 +34,9 @@ from tidegate.viewer.summary import continue_command
 if TYPE_CHECKING:
     from tidegate.trainer.result import RunResult
     from tidegate.trainer.run import Run
+
+SANDBOX_S = 30.0
+"""Time limit of the start of a sandbox before the run."""
 
 
 def launch(
@@ -96,7 +102,7 @@ class Launch:
             start = None if fresh else Start.of(settings, resume)
             if start is not None:
                 start.lift_quarantine = lift_quarantine
-            check_surroundings(settings, own_gateway=isinstance(provider, LocalProcesses))
+            check_surroundings(settings, environment, own_gateway=isinstance(provider, LocalProcesses))
             # After the checks, because importing torch and the trainer takes seconds.
             from tidegate.devices import find_device
 
@@ -160,16 +166,44 @@ def check_environment(settings: Settings) -> tuple[Settings, Environment]:
     return settings, environment
 
 
-def check_surroundings(settings: Settings, *, own_gateway: bool) -> None:
-    """Raises StartError if the gateway's port or the engines cannot be used.
+def check_surroundings(settings: Settings, environment: Environment, *, own_gateway: bool) -> None:
+    """Raises StartError if the gateway's port, the engines or sandboxes cannot be used.
 
     Args:
         settings: Settings of the run.
-        own_gateway: Whether the run's gateway is to listen on this machine.
+        environment: Its environment.
+        own_gateway: Whether the run's gateway is to listen on this machine, and its episodes to run here.
     """
+    if own_gateway:
+        asyncio.run(_open_sandboxes(settings, environment))
     if own_gateway and settings.gateway.url is None:
         check_port(settings.gateway.host, settings.gateway.port)
     check_engines(settings.engine.urls)
+
+
+async def _open_sandboxes(settings: Settings, environment: Environment) -> None:
+    """Opens one sandbox of each kind that episodes need: its absence would look like an outage later.
+
+    Raises StartError.
+    """
+    openings: dict[str, Callable[[], Awaitable[Sandbox]]] = {}
+    for name, part in environment.rewarders().items() if not settings.env.urls else ():
+        if isinstance(part, SandboxedEnvironment):
+            openings[f"the environment {name}"] = part.open
+    if settings.agent.source == "local" and settings.agent.options.get("sandbox"):
+        agent = load_agent(settings.agent.use, settings.agent.options)
+        if isinstance(agent, CommandAgent) and agent.sandbox is not None:
+            openings["agent.options.sandbox"] = partial(agent.sandbox.open, SANDBOX_S)
+    for what, opening in openings.items():
+        try:
+            async with asyncio.timeout(SANDBOX_S):
+                await (await opening()).close()
+        except SandboxError as error:
+            raise StartError(
+                f"{what}: no sandbox can be started: {error}; docs/sandbox.md has the requirements"
+            ) from None
+        except TimeoutError:  # a container's image is being fetched, say
+            continue
 
 
 def _with_rubric(settings: Settings) -> Settings:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
+import tempfile
 import traceback
+from collections import Counter
 from pathlib import Path
 
 HERE = str(Path(__file__).parent)
@@ -13,6 +16,24 @@ MESSAGE = 300
 """Characters of a message before the frames; a longer message is repeated in full after them."""
 LAST_FRAMES = 3
 """Number of the innermost frames that are shown last."""
+
+_OWN_FRAME = re.compile(
+    rf'\n  File "(?:{re.escape(HERE)}|[^"\n]*/(?:site|dist)-packages)/[^"\n]*", line [^\n]*(?:\n    [^\n]*)*'
+)
+_PASSING = re.compile(rf"(?:/tmp|{re.escape(tempfile.gettempdir())})/[^\s'\":]+|[0-9a-f]{{8,}}|\d+")
+
+
+class FailureReasons(Counter[str]):
+    """Numbers of failures by reason.
+
+    Texts that differ only in temporary paths and numbers are one reason, which has the first of the texts,
+    without the frames of this package and of libraries.
+    """
+
+    def count(self, text: str, number: int = 1) -> None:
+        text = _OWN_FRAME.sub("", text)
+        kind = _PASSING.sub("#", text)
+        self[next((known for known in self if _PASSING.sub("#", known) == kind), text)] += number
 
 
 def describe_error(error: BaseException, limit: int) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests import REPO
+from tidegate.cli import main
 from tidegate.config import Settings
 from tidegate.launch import _report
 from tidegate.program import program
@@ -61,3 +64,22 @@ def test_the_command_after_a_finished_run_works(
     said = output.getvalue().removeprefix(said)
     assert "Completed: reached trainer.until = 0.9" in said
     assert "--resume" not in said, "there is nothing to resume"
+
+
+@pytest.mark.parametrize("by", ["environment", "agent"])
+def test_a_machine_without_bubblewrap_is_found_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: str
+) -> None:
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.chdir(REPO)
+    words = ["train", "examples/shell/config.toml"]
+    if by == "agent":
+        options = f'{{command = ["{sys.executable}"], sandbox = "bubblewrap"}}'
+        words = ["train", "examples/demo/config.toml", "--agent.use=command", f"--agent.options={options}"]
+    code = main([*words, f"--run.dir={tmp_path}", "--run.name=run"])
+    said = capsys.readouterr().err
+    assert (code, "no sandbox can be started: the program bwrap is not on the PATH" in said) == (3, True), (
+        said
+    )
+    assert not (tmp_path / "run").exists(), "nothing was written"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from tidegate.envs.rewards import Reward
 from tidegate.errors import RewardError
 from tidegate.loading import load_object
-from tidegate.tracebacks import describe_error, own_frames, where
+from tidegate.tracebacks import HERE, FailureReasons, describe_error, own_frames, where
 
 MINE = """
 import asyncio
@@ -82,3 +83,25 @@ def test_of_an_error_in_libraries_alone_the_last_frames_are_shown() -> None:
         "",
         "ValueError: no frames at all",
     )
+
+
+def test_failures_that_differ_in_paths_and_numbers_are_counted_together(tmp_path: Path) -> None:
+    reasons = FailureReasons()
+    for number in range(40):
+        path = f"{tempfile.gettempdir()}/agent-{number:x}k_q"
+        reasons.count(
+            f"agent_error: RuntimeError: node exited with status 1: node:internal/modules/cjs:{number}\n"
+            f"Error: Cannot find module '{path}/agent.js'"
+        )
+    reasons.count("agent_error: another")
+    (text, number), (other, once) = reasons.most_common()
+    assert (number, once, other) == (40, 1, "agent_error: another")
+    assert "agent-0k_q/agent.js" in text
+    reasons = FailureReasons()
+    ours = f'  File "{HERE}/agents/command.py", line 7, in run\n    raise RuntimeError(\n    ^^^^'
+    reasons.count(
+        f'agent_error: it failed\n  agent.py:3, in run: x()\n{ours}\n  File "agent.py", line 3, in run'
+    )
+    assert reasons.most_common() == [
+        ('agent_error: it failed\n  agent.py:3, in run: x()\n  File "agent.py", line 3, in run', 1)
+    ]

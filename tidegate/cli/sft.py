@@ -53,12 +53,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         from tidegate.trainer.preflight import check_writable
         from tidegate.trainer.start import Start
 
-        check_environment(settings)
+        _, environment = check_environment(settings)
         refuse_if_in_use(settings.run_dir)
         if not (resume or arguments.fresh):
             Start.of(settings, resume=False)
         check_writable(settings.run_dir)
-        check_surroundings(settings, own_gateway=True)
+        check_surroundings(settings, environment, own_gateway=True)
     shield_process()
     code = _fine_tune(settings, arguments)
     return code if code or arguments.then is None else _train(settings, arguments)

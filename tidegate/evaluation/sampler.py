@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tidegate.errors import GatewayError, NoUsableEpisodesError
+from tidegate.tracebacks import FailureReasons
 from tidegate.trainer.rollout.episodes import attempt_seed
 from tidegate.types import Outcome, Task, Trajectory
 
@@ -52,7 +52,7 @@ class Sampler:
     progress: Callable[[int, int], None]
     done: int = 0
     succeeded: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
+    reasons: FailureReasons = field(default_factory=FailureReasons)
     """Why episodes failed."""
 
     @property
@@ -86,7 +86,7 @@ class Sampler:
             trajectory = await self._settle(f"{name or 'main'}/{task.id}/{sample}", task)
             self.done += 1
             if trajectory.reward is None:
-                self.reasons[_reason(trajectory)] += 1
+                self.reasons.count(_reason(trajectory))
             else:
                 self.succeeded += 1
             self.keep(SampledEpisode(name, task, sample, trajectory))

@@ -66,7 +66,8 @@ class RunEvaluations:
         if not any(episode.reward is not None for _, _, episode in evaluation.episodes):
             reason, number = evaluation.reasons.most_common(1)[0]
             raise NoUsableEpisodesError(
-                f"no held-out episode succeeded; {number} of them failed with: {reason}"
+                f"none of {evaluation.reasons.total()} held-out episodes succeeded; {number} of them failed "
+                f"with: {reason}"
             )
         metrics = await self._ended(Evaluated(0, version, weights, evaluation))
         self.result.initial_eval = metrics

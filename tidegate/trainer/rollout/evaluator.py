@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import random
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ from tidegate.config import Settings
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
 from tidegate.settings.evaluation import EvalSettings, EvalSuite
+from tidegate.tracebacks import FailureReasons
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
@@ -43,7 +43,7 @@ class Evaluation:
 
     metrics: dict[str, float]
     episodes: list[Episode]
-    reasons: Counter[str]
+    reasons: FailureReasons
     """Failure reason → number of episodes."""
 
 
@@ -148,7 +148,7 @@ class Evaluator:
         save: bool = True,
     ) -> Evaluation:
         gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
-        reasons: Counter[str] = Counter()
+        reasons = FailureReasons()
         planned = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
         self._done, began = 0, time.monotonic()
 
@@ -176,7 +176,9 @@ class Evaluator:
                 task.cancel()
             ended = await asyncio.gather(*running, return_exceptions=True)
         if unfinished:
-            reasons[f"not finished within eval.deadline_s = {self.settings.eval.deadline_s}"] += unfinished
+            reasons.count(
+                f"not finished within eval.deadline_s = {self.settings.eval.deadline_s}", unfinished
+            )
         for result in ended:
             if isinstance(result, Exception):
                 raise result
@@ -196,21 +198,21 @@ class Evaluator:
             left -= 0.0 if down else time.monotonic() - began
 
     async def _episode(
-        self, name: str, mode: str, task: Task, reasons: Counter[str], retry: bool, candidate: bool
+        self, name: str, mode: str, task: Task, reasons: FailureReasons, retry: bool, candidate: bool
     ) -> Trajectory | None:
         """Run an episode; with `retry`, repeat it after each `infra_error` until the evaluation ends."""
         for tries in itertools.count(1):
             try:
                 trajectory = await self._attempt(name, mode, task, candidate)
             except GatewayError as error:
-                reasons[str(error)] += 1
+                reasons.count(str(error))
                 return None
             if trajectory.outcome is not Outcome.INFRA_ERROR or not retry:
                 break
             self.last_progress = time.monotonic()
             await asyncio.sleep(backoff_s(tries, self._jitter, INFRA_BACKOFF_MAX_S))
         if trajectory.reward is None:
-            reasons[f"{trajectory.outcome}: {trajectory.error}"] += 1
+            reasons.count(f"{trajectory.outcome}: {trajectory.error}")
         return trajectory
 
     async def _attempt(self, name: str, mode: str, task: Task, candidate: bool) -> Trajectory:
@@ -250,11 +252,11 @@ def _versions(trajectory: Trajectory) -> list[int]:
     return [version for turn in trajectory.turns for version, _, _ in turn.version_spans]
 
 
-def _sampled_from(version: int, trajectory: Trajectory, reasons: Counter[str]) -> bool:
+def _sampled_from(version: int, trajectory: Trajectory, reasons: FailureReasons) -> bool:
     """Return whether all tokens are of this version; otherwise count the failure."""
     if set(_versions(trajectory)) <= {version}:
         return True
-    reasons[f"tokens of other versions than {version}, as its engine was lost"] += 1
+    reasons.count(f"tokens of other versions than {version}, as its engine was lost")
     return False
 
 
