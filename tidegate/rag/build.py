@@ -22,7 +22,14 @@ from tidegate.rag.corpus import corpus
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.corpus.ingest import ingest
 from tidegate.rag.corpus.source import Extent, extent, source_files
-from tidegate.rag.encoders import Dtype, Encoder, EncoderPrefixes, HashEncoder, load_encoder
+from tidegate.rag.encoders import (
+    WORD_RULES,
+    Dtype,
+    Encoder,
+    EncoderPrefixes,
+    HashEncoder,
+    load_encoder,
+)
 from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index import bm25, vector_index
 from tidegate.rag.index.bm25 import build_bm25, require_bm25s
@@ -160,6 +167,7 @@ class _Build:
             encoder=None if encoder is None else EncoderEntry.of(encoder),
             index=entry,
             bm25=plan.bm25,
+            word_rules=WORD_RULES,
             files=tuple(FileEntry.of(self.directory, name) for name in self._files(entry)),
             versions=versions(),
         )

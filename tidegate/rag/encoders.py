@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -174,9 +175,17 @@ def known_prefixes(name: str) -> EncoderPrefixes:
 
 # -- words -------------------------------------------------------------------------------------------
 
+WORD_RULES = 2
+"""Version of the rules by which `words` splits texts, for indexes that contain words."""
 # In scripts without spaces every character is a word; otherwise a sentence would be one long word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+# Combining marks, which `\w` excludes: vowel signs of Indic scripts, tones, accents that no letter includes.
+_MARKS = "".join(mark for mark in map(chr, range(0x300, 0x1F000)) if unicodedata.category(mark)[0] == "M")
+_WORD = re.compile(rf"[{_UNSPACED}][{_MARKS}]*|(?:[^\W{_UNSPACED}]|[{_MARKS}])+")
+# Invisible characters in words: soft hyphen, joiners, variation selectors.
+_INVISIBLE = dict.fromkeys(
+    [0xAD, 0x200C, 0x200D, 0x2060, 0xFEFF, *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)]
+)
 STOP_WORDS = frozenset(
     _WORD.findall(
         "a an and are as at be by did do does for from had has have he her his how in is it its of on or she"
@@ -189,6 +198,10 @@ _STOP_WORD = 0.1
 
 
 def words(text: str) -> list[str]:
+    """Returns the words of a text, the same for upper and lower case and compatible Unicode spellings."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text.translate(_INVISIBLE)).casefold()
+        text = unicodedata.normalize("NFKC", text)  # casefold may take characters apart
     return _WORD.findall(text.lower())
 
 

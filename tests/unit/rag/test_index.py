@@ -262,6 +262,17 @@ def test_an_invalid_manifest_is_refused(whole: Path, tmp_path: Path, text: str, 
         Searcher(directory, threads=1)
 
 
+def test_an_index_of_words_by_other_rules_is_refused(whole: Path, tmp_path: Path) -> None:
+    directory, manifest = copied(whole, tmp_path)
+    manifest.model_copy(update={"word_rules": 1}).write(directory)
+    with pytest.raises(CorpusError, match=r"version 1 of the rules for words.*build the index again"):
+        Searcher(directory, threads=1)
+    assert manifest.encoder is not None
+    other = manifest.encoder.model_copy(update={"name": "a/model"})
+    manifest.model_copy(update={"word_rules": 1, "bm25": False, "encoder": other}).write(directory)
+    assert Manifest.read(directory).word_rules == 1, "without words the rules do not matter"
+
+
 def test_counts_that_differ_are_refused(whole: Path, tmp_path: Path) -> None:
     directory, manifest = copied(whole, tmp_path)
     manifest.model_copy(update={"documents": 99}).write(directory)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tidegate.errors import CorpusError
-from tidegate.rag.encoders import Encoder, EncoderPrefixes, Metric
+from tidegate.rag.encoders import WORD_RULES, Encoder, EncoderPrefixes, HashEncoder, Metric
 from tidegate.rag.files import digest, quick_digest, replace_array, replace_file
 from tidegate.rag.index.index_types import IndexKind
 
@@ -148,6 +148,7 @@ class Manifest(_Part):
     encoder: EncoderEntry | None
     index: IndexEntry | None
     bm25: bool
+    word_rules: int = 1
     files: tuple[FileEntry, ...]
     versions: dict[str, str]
 
@@ -180,7 +181,7 @@ class Manifest(_Part):
                 f"{directory} holds no index: it has no {NAME}; build one with `tidegate rag build`"
             ) from None
         try:
-            return cls.model_validate_json(text)
+            manifest = cls.model_validate_json(text)
         except ValidationError as error:
             wrong = error.errors()[0]
             where = ".".join(map(str, wrong["loc"])) or "the file"
@@ -188,6 +189,13 @@ class Manifest(_Part):
                 f"{path} is not a manifest of format {FORMAT} ({where}: {wrong['msg']}); build the index"
                 " again, with --replace"
             ) from None
+        hashed = manifest.encoder is not None and manifest.encoder.name == HashEncoder.name
+        if manifest.word_rules != WORD_RULES and (manifest.bm25 or hashed):
+            raise CorpusError(
+                f"{path}: the index was built by version {manifest.word_rules} of the rules for words, and"
+                f" queries are split by version {WORD_RULES}; build the index again, with --replace"
+            )
+        return manifest
 
 
 def write_check_vectors(encoder: Encoder, directory: Path) -> None:
