@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from string import Formatter
 from typing import Any
 
@@ -63,7 +64,7 @@ def split_reply(row: DataRow, column: str) -> tuple[DataRow, str]:
         raise row.error(f"{column!r} does not end with a message of the assistant, which would be the answer")
     if not isinstance(last.get("content"), str):
         raise row.error(f"the last message of {column!r} is not a text")
-    return DataRow(row.file, row.number, {**row.values, column: messages[:-1]}), last["content"]
+    return replace(row, values={**row.values, column: messages[:-1]}), last["content"]
 
 
 def _columns(template: str) -> list[str]:

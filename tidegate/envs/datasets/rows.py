@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,13 @@ class DataRow:
     file: Path
     number: int
     values: dict[str, Any]
+    binary: Mapping[str, str] = field(default_factory=dict)
+    """Columns that `values` lacks because their bytes are not text, with the reason."""
 
     def __getitem__(self, key: str) -> Any:
         """Returns a column's value; raises ConfigError, which names file, line and key, if it is missing."""
+        if key in self.binary:
+            raise self.error(f"{key!r} has bytes that are not UTF-8: {self.binary[key]}")
         if key not in self.values:
             has = ", ".join(map(repr, self.values)) or "none"
             raise self.error(f"there is no key {key!r}{did_you_mean(key, self.values)} (it has {has})")
@@ -116,19 +120,32 @@ def _parquet(path: Path) -> Iterator[DataRow]:
             f"{path}: reading parquet needs pyarrow: {advise_extra('data')}, or convert it to JSONL"
         ) from None
     try:
-        table = parquet.read_table(path).to_pylist()
-    except (ArrowException, OSError) as error:
+        table = parquet.read_table(path).to_pylist(maps_as_pydicts="strict")
+    except (ArrowException, OSError, KeyError) as error:
         raise ConfigError(f"{path} cannot be read as parquet: {error}") from None
-    for number, values in enumerate(table, 1):
-        yield DataRow(path, number, {key: _plain(value) for key, value in values.items()})
+    for number, columns in enumerate(table, 1):
+        values, binary = {}, {}
+        for key, value in columns.items():
+            try:
+                values[key] = _plain(value)
+            except UnicodeDecodeError as error:
+                binary[key] = f"{error.reason} at byte {error.start}"
+        yield DataRow(path, number, values, binary)
 
 
 def _plain(value: Any) -> Any:
-    """Returns a parquet value in JSON's types: dates, decimals and bytes as text, NaN as None."""
+    """Returns a parquet value in JSON's types: dates and decimals as text, bytes decoded, NaN as None.
+
+    A nested object has the keys of all rows in each row. Its keys without a value are left out, so that a
+    tool call has no arguments of other rows; a message keeps its `content`. Raises UnicodeDecodeError.
+    """
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        plain = {str(key): _plain(item) for key, item in value.items()}
+        return {key: item for key, item in plain.items() if item is not None or key == "content"}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)

@@ -96,7 +96,7 @@ def read_rows(files: Sequence[Path]) -> Iterator[SourceRow]:
 def _id(values: Mapping[str, Any]) -> str:
     for key in _ID_KEYS:
         if key in values:
-            id = values[key]
+            id = _decoded(values, key)
             if isinstance(id, bool) or not isinstance(id, str | int) or id == "":
                 raise ValueError(f"{key!r} is {_short(id)}; it must be a string or an integer")
             return str(id)
@@ -104,10 +104,21 @@ def _id(values: Mapping[str, Any]) -> str:
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
-    value = values[key]
+    value = _decoded(values, key)
     if not isinstance(value, str):
         raise ValueError(f"{key!r} is {_short(value)}, not a string")
     return value
+
+
+def _decoded(values: Mapping[str, Any], key: str) -> Any:
+    """Returns a value; bytes (text of a parquet column without the type of texts) as a string."""
+    value = values[key]
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{key!r} has bytes that are not UTF-8: {error.reason} at byte {error.start}"
+        ) from None
 
 
 def _split(contents: str) -> tuple[str, str]:
