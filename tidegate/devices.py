@@ -1,6 +1,9 @@
-"""Resolves the device that a setting names."""
+"""Resolves the device that a setting names, and measures its free memory."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import torch
 
@@ -15,3 +18,24 @@ def find_device(setting: str, name: str) -> torch.device:
         why = str(error).strip().partition("\n")[0]
         devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
         raise StartError(f"{setting} = {name!r}: {why}. This machine has: {', '.join(devices)}") from None
+
+
+def free_memory(device: str) -> int | None:
+    """Returns the bytes that a process can still allocate on a device; None if this is unknown."""
+    if not device.startswith("cpu"):
+        return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else None
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+    except OSError:
+        return None
+    bounds = [int(found[1]) * 1024] if found else []
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        folder = Path("/sys/fs/cgroup")
+        try:
+            bounds.append(int((folder / most).read_text()) - int((folder / used).read_text()))
+        except (OSError, ValueError):  # not in such a group, or without a limit: "max"
+            continue
+    return min(bounds, default=None)

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from tidegate.agents.base import load_agent
 from tidegate.agents.command import CommandAgent
 from tidegate.config import Settings
+from tidegate.doctor.model import refuse_incomplete, refuse_unusable
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.envs.shell.sandboxed import SandboxedEnvironment
 from tidegate.errors import STOPPED, SandboxError, StartError, TidegateError
 from tidegate.observer import CompositeObserver, Observer
+from tidegate.plan.memory import check_memory
 from tidegate.program import advise_extra
 from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
@@ -104,9 +106,7 @@ class Launch:
                 start.lift_quarantine = lift_quarantine
             check_surroundings(settings, environment, own_gateway=isinstance(provider, LocalProcesses))
             # After the checks, because importing torch and the trainer takes seconds.
-            from tidegate.devices import find_device
-
-            find_device("trainer.device", settings.trainer.device)
+            check_model(settings, engines=True if isinstance(provider, LocalProcesses) else None)
             from tidegate.trainer.run import Run
 
             if fresh:
@@ -206,6 +206,21 @@ async def _open_sandboxes(settings: Settings, environment: Environment) -> None:
             continue
 
 
+def check_model(settings: Settings, *, engines: bool | None) -> None:
+    """Raises StartError if the device, the tokenizer or the free memory does not suit the model.
+
+    Args:
+        settings: Settings of the run.
+        engines: Whether engines are started on this machine, too; None: others share the work.
+    """
+    from tidegate.devices import find_device, free_memory
+
+    find_device("trainer.device", settings.trainer.device)
+    refuse_unusable(settings.model.path)
+    if engines is not None:
+        check_memory(settings, free_memory, engines=engines)
+
+
 def _with_rubric(settings: Settings) -> Settings:
     """Returns the settings with the text of `env.judge.rubric_file`, which other machines may not have.
 
@@ -218,12 +233,7 @@ def _with_rubric(settings: Settings) -> Settings:
 
 def check(settings: Settings) -> None:
     """Checks model, agent and loggers before the start; raises StartError or ConfigError."""
-    model = settings.model.path
-    if not model.is_dir():
-        raise StartError(f"model.path = {model}: there is no such directory")
-    for file in ("config.json", "tokenizer_config.json"):
-        if not (model / file).is_file():
-            raise StartError(f"model.path = {model}: {file} is missing; a Hugging Face directory is needed")
+    refuse_incomplete(settings.model.path)
     if settings.agent.source == "local":
         load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)

@@ -222,7 +222,7 @@ WRONG: list[tuple[list[str], int, str]] = [
     (["--trainer.max_stalness", "2"], 2, "did you mean 'trainer.max_staleness'?"),
     (["--trainer.min_group_size", "9"], 2, "min_group_size = 9 is more than group_size = 8"),
     (["--model.path", "nowhere"], 3, "nowhere: there is no such directory"),
-    (["--model.path", "examples/demo"], 3, "config.json is missing"),
+    (["--model.path", "examples/demo"], 3, "examples/demo has no config.json"),
     (["--agent.use", "solvr"], 2, "did you mean 'solver'?"),
     (["--env.use", "arithmetics"], 2, "did you mean 'arithmetic'?"),
     (["--gateway.host", "0.0.0.0"], 2, "set gateway.admin_key"),

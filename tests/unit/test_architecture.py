@@ -130,6 +130,7 @@ ALLOWED = {
     "trainer": {"envs.base", "agents.base", "gateway.client"},
 }
 TORCH = {
+    "weights/gguf",
     "weights/process_group",
     "devices",
     "trainer/policy/policy",

@@ -15,11 +15,12 @@ from tests import REPO
 from tests.tiny import make_tiny_model
 from tidegate.cli import main
 from tidegate.config import Settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe
-from tidegate.plan.memory import FLOAT32, disk_plan, memory_plan, read_shape, readable
+from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.weights.cache_argument import cache_argument
+from tidegate.weights.files import WeightsError
 
 EXAMPLES = REPO / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"
@@ -64,9 +65,26 @@ def test_a_config_that_is_no_decoders_is_named(tmp_path: Path, content: str) -> 
 
 def test_a_weights_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ConfigError, match=r"model\.safetensors: incomplete safetensors file"):
-        read_shape(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for size in (0, 1, 8, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(WeightsError, match=r"model\.safetensors.* fetch .* again"):
+            read_shape(tmp_path)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    settings = settings_of(BASE, tmp_path)
+    number = read_shape(BASE).parameters
+    needed = number * (4 + 4 + 8 + 4)  # trainer: weights, gradients, moments; engine: weights
+    check_memory(settings, lambda _: needed)
+    check_memory(settings, lambda _: None)
+    check_memory(settings, lambda _: needed - 4 * number, engines=False)
+    with pytest.raises(StartError) as refused:
+        check_memory(settings, lambda _: needed - 1)
+    assert f"need at least {readable(needed)} of memory on cpu" in str(refused.value)
+    assert f"and {readable(needed - 1)} are free" in str(refused.value)
+    frozen = settings_of(BASE, tmp_path, trainer={"lora": {"rank": 4}}, engine={"urls": ["http://x:1"]})
+    check_memory(frozen, lambda _: 5 * number)
 
 
 def test_the_kv_cache_is_what_the_model_fills() -> None:

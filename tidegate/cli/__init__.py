@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from tidegate import __version__
 from tidegate.cli import (
     audit,
+    convert,
     doctor,
     engine,
     env,
@@ -40,6 +41,7 @@ from tidegate.program import advise_extra
 
 COMMANDS = (
     init,
+    convert,
     doctor,
     sft,
     train,
@@ -68,6 +70,8 @@ EXTRAS = {
     "safetensors": "train",
     "transformers": "gateway",
     "tokenizers": "gateway",
+    "gguf": "gguf",
+    "accelerate": "gguf",
     "mcp": "gateway",
     "zstandard": "gateway",
 }

@@ -33,7 +33,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
-    from tidegate.launch import check
+    from tidegate.launch import check, check_model
     from tidegate.service.directory_lock import DirectoryLock
     from tidegate.settings.sections import split_file
     from tidegate.trainer.preflight import check_writable
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     service = StandingService(settings, lambda text: print(text, flush=True))
     check(settings)
     check_writable(settings.run_dir)
+    check_model(settings, engines=True)
     with DirectoryLock(settings.run_dir, "tidegate serve") as lock:
         if arguments.fresh:
             lock.set_aside()

@@ -66,6 +66,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
     """Returns the exit code: 0 if the result is complete."""
+    from tidegate.launch import check_model
     from tidegate.observer import CompositeObserver
     from tidegate.progress import Progress
     from tidegate.service.directory_lock import DirectoryLock, refuse_if_in_use
@@ -79,6 +80,7 @@ def _fine_tune(settings: Settings, arguments: argparse.Namespace) -> int:
     learner = saved_model_path(settings.run_dir)
     if learner is not None and own.run_dir.resolve() in learner.resolve().parents:
         refuse_if_in_use(settings.run_dir)  # the run reads the result of the fine-tuning
+    check_model(settings, engines=False)
     with Progress() as progress:
         lines = ProgressLines(progress)
         observer = CompositeObserver([lines, *make_loggers(own, lines.note)])

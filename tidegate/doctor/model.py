@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok
-from tidegate.doctor.template import check_template
 from tidegate.errors import StartError
-from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.weights.files import stored_parameters
+
+if TYPE_CHECKING:
+    from tidegate.gateway.rendering.renderer import Renderer
+
+MOST_PADDING = 1024
+"""Rows of an embedding beyond the tokenizer's ids: published models round the number up by less."""
 
 
 def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
     """Checks the directory, its tokenizer and its template; returns the renderer if it can be loaded."""
     model = settings.model.path
+    from tidegate.doctor.template import check_template
+    from tidegate.gateway.rendering.renderer import Renderer
+
     findings = _files(model)
     if findings:
         return findings, None
@@ -31,8 +39,29 @@ def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
     return [*findings, *check_template(renderer, settings.gateway.tool_parser)], renderer
 
 
+def refuse_incomplete(model: Path) -> None:
+    """Raises StartError or WeightsError if a model directory lacks files; imports no tokenizer."""
+    for finding in _files(model):
+        raise StartError(f"{finding.text}; {finding.fix}")
+    stored_parameters(model)
+
+
+def refuse_unusable(model: Path) -> None:
+    """Raises StartError or WeightsError if a model directory, its tokenizer or template cannot be used."""
+    from tidegate.gateway.rendering.renderer import Renderer
+
+    refuse_incomplete(model)
+    for finding in _tokenizer(Renderer.load(model), model):
+        raise StartError(f"{finding.text}; {finding.fix}")
+
+
 def _files(model: Path) -> list[Finding]:
-    fix = "model.path is a directory in Hugging Face format, relative to the current directory"
+    fix = (
+        "model.path is a directory in Hugging Face format, relative to the current directory; tidegate "
+        "convert makes one from a GGUF file or a model on the Hugging Face hub"
+    )
+    if model.is_file():
+        return [error("model", "no_model", f"model.path = {model} is a file", fix)]
     if not model.is_dir():
         return [error("model", "no_model", f"model.path = {model}: there is no such directory", fix)]
     findings = [
@@ -68,9 +97,10 @@ def _tokenizer(renderer: Renderer, model: Path) -> list[Finding]:
         text = f"{model}: no token ends a reply, so every reply would have max_tokens tokens"
         findings.append(error("model", "no_end_of_turn", text, "set eos_token_id in generation_config.json"))
     config = _read(model / "config.json")
-    size = (config.get("text_config") or config).get("vocab_size")
-    highest = max([*renderer.encode("What is 2 + 3?"), *renderer.stop_ids])
-    if isinstance(size, int) and highest >= size:
-        text = f"{model}: its tokenizer has the id {highest}, but its weights have only {size} tokens"
-        findings.append(error("model", "vocabulary", text, "use the tokenizer and weights of the same model"))
+    rows = (config.get("text_config") or config).get("vocab_size")
+    tokens = 1 + max(renderer.codec.tokenizer.get_vocab().values())
+    if isinstance(rows, int) and not 0 <= rows - tokens <= MOST_PADDING:
+        text = f"{model}: its tokenizer has {tokens:,} ids, its embedding {rows:,} rows"
+        fix = "use the tokenizer and weights of the same model"
+        findings.append(error("model", "vocabulary", text, fix))
     return findings

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.errors import ConfigError, StartError
+from tidegate.errors import StartError, TidegateError
 from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
@@ -100,7 +100,7 @@ def _engine(settings: Settings) -> list[str]:
 def _memory(settings: Settings) -> Iterator[str]:
     try:
         shape = read_shape(settings.model.path)
-    except ConfigError as error:
+    except TidegateError as error:
         yield str(error)
         return
     yield f"{shape.parameters:,} parameters, from {shape.source}"

@@ -24,15 +24,14 @@ PyTorch itself needs about 0.3 GB of host memory per process and 0.5 GB per GPU 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings, TrainerSettings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
+from tidegate.weights.files import stored_parameters
 
 FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -123,7 +122,7 @@ def read_shape(model: Path) -> Shape:
     """
     file = model / "config.json"
     if file.is_file():
-        return _shape(_read_json(file), str(file), _stored_parameters(model))
+        return _shape(_read_json(file), str(file), stored_parameters(model))
     known = PUBLISHED.get(model.name.lower())
     if known is None:
         raise ConfigError(
@@ -168,20 +167,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _stored_parameters(model: Path) -> int | None:
-    """Counts the parameters in a directory's safetensors by their headers (8 bytes of length, then JSON)."""
-    total = 0
-    for file in model.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            try:
-                (length,) = struct.unpack("<Q", opened.read(8))
-                header = json.loads(opened.read(length))
-            except (struct.error, ValueError):
-                raise ConfigError(f"{file}: incomplete safetensors file") from None
-        total += sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total or None
-
-
 @dataclass(frozen=True, slots=True)
 class Item:
     """One line of the plan: `size` bytes on `device`, and their calculation (`how`)."""
@@ -216,6 +201,40 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
         ]  # fmt: skip
         items += per_engine * engine.count
     return items + _trainer_plan(trainer, shape)
+
+
+def check_memory(settings: Settings, free: Callable[[str], int | None], *, engines: bool = True) -> None:
+    """Checks, before anything is loaded, that what cannot be avoided fits in the free memory of each device.
+
+    Weights, gradients and the optimiser's state are counted; caches and activations grow on demand.
+
+    Args:
+        settings: Settings of the run.
+        free: Returns the free memory of a device in bytes; None if unknown.
+        engines: Whether engines are started, too.
+
+    Raises:
+        StartError: They do not fit.
+    """
+    try:
+        shape = read_shape(settings.model.path)
+    except ConfigError:  # not a plain decoder: its size is unknown
+        return
+    fixed = [
+        item for item in memory_plan(settings, shape) if item.what in ("weights", "gradients", "optimiser")
+    ]
+    counted = [item for item in fixed if engines or item.owner == "trainer"]
+    for device in sorted({item.device for item in counted}):
+        here = [item for item in counted if item.device == device]
+        needed, available = sum(item.size for item in here), free(device)
+        if available is not None and needed > available:
+            parts = ", ".join(f"{item.owner} {item.what} {readable(item.size)}" for item in here)
+            raise StartError(
+                f"model.path = {settings.model.path}: {shape.parameters:,} parameters need at least "
+                f"{readable(needed)} of memory on {device} ({parts}), and {readable(available)} are free: "
+                "set trainer.lora.rank, engine.dtype = bfloat16 or engine.urls, or take a smaller model or a "
+                "larger machine; tidegate train --dry-run shows the whole plan"
+            )
 
 
 def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from math import prod
 from pathlib import Path
 
 from tidegate.errors import TidegateError
@@ -36,3 +38,29 @@ def weight_files(directory: Path) -> list[Path]:
         if not path.is_file():
             raise WeightsError(f"{path}: named by {INDEX_FILE}, but missing")
     return paths
+
+
+def stored_parameters(directory: Path) -> int | None:
+    """Counts the parameters in a directory's safetensors by their headers (8 bytes of length, then JSON).
+
+    Returns None if there are no safetensors. Raises WeightsError if one is missing or incomplete.
+    """
+    if not any(directory.glob("*.safetensors")):
+        return None
+    whole = directory / "model.safetensors"  # some publish the same weights in another layout beside it
+    total = 0
+    for file in [whole] if whole.is_file() else weight_files(directory):
+        try:
+            with file.open("rb") as opened:
+                (length,) = struct.unpack("<Q", opened.read(8))
+                header = json.loads(opened.read(min(length, file.stat().st_size)))
+            tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+            end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+            total += sum(prod(tensor["shape"]) for tensor in tensors)
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise WeightsError(f"{file}: its header is damaged or incomplete; fetch the file again") from None
+        if end != (size := file.stat().st_size):
+            raise WeightsError(
+                f"{file} has {size:,} bytes, by its header {end:,}: it was downloaded in part; fetch it again"
+            )
+    return total

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_tokenizer import make_model_dir
+from tests.tiny_tokenizer import make_model_dir, make_tokenizer
 from tests.unit.doctor.common import codes, settings_of
+from tidegate.config import Settings
 from tidegate.doctor.findings import Finding
 from tidegate.doctor.model import check_model
+from tidegate.errors import StartError
+from tidegate.launch import check
+from tidegate.launch import check_model as check_run_model
 from tidegate.scaffold.init import TINY_BASE
 
 
@@ -57,8 +61,46 @@ def test_a_tokenizer_that_is_broken(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
-    (a_model(tmp_path) / "config.json").write_text(json.dumps({"vocab_size": 3}))
-    assert "vocabulary" in codes(model_findings(tmp_path))
+    tokens = len(make_tokenizer("qwen2"))
+    for rows, found in ((tokens - 1, True), (tokens, False), (tokens + 512, False), (tokens + 2000, True)):
+        (a_model(tmp_path) / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        assert ("vocabulary" in codes(model_findings(tmp_path))) is found, rows
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            {"generation_config.json": {}, "tokenizer_config.json": {"eos_token": None}},
+            "no token ends a reply",
+        ),
+        ({"config.json": {"vocab_size": 90}}, "its tokenizer has "),
+        ({"config.json": {"vocab_size": 90000}}, "its tokenizer has "),
+        ({"chat_template.jinja": None}, "no chat template"),
+        ({"model.safetensors": None}, "has no weights"),
+    ],
+)
+def test_a_run_refuses_an_unusable_model_before_anything_starts(
+    tmp_path: Path, fault: dict[str, dict[str, object] | None], said: str
+) -> None:
+    model = shutil.copytree(TINY_BASE, tmp_path / "model")
+    for name, changes in fault.items():
+        if changes is None:
+            (model / name).unlink()
+        else:
+            before = json.loads((model / name).read_text()) if changes else {}
+            (model / name).write_text(json.dumps(before | changes))
+    if "generation_config.json" in fault:  # nor does the template end a reply
+        (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(StartError, match=said):
+        check_all(settings_of(model))
+    with pytest.raises(StartError, match="tidegate convert"):
+        check(settings_of(tmp_path / "model" / "tokenizer.json"))
+
+
+def check_all(settings: Settings) -> None:
+    check(settings)
+    check_run_model(settings, engines=True)
 
 
 @pytest.mark.parametrize(

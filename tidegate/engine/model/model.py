@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
-from tidegate.devices import find_device
+from tidegate.devices import find_device, free_memory
 from tidegate.engine.model.kv_cache import VIEW_STEP, SlotCache, round_up
 from tidegate.engine.model.sampling import sample, upload
 from tidegate.engine.options import EngineOptions
@@ -30,6 +30,7 @@ from tidegate.engine.weights import loading
 from tidegate.errors import StartError
 from tidegate.weights import checksum
 from tidegate.weights.cache_argument import cache_argument
+from tidegate.weights.files import stored_parameters
 
 PROBE_LENGTHS = (7, 3, 5)
 SCORED_LOGITS = 2**26
@@ -200,6 +201,7 @@ def _pretrained(options: EngineOptions) -> Any:
         config = AutoConfig.from_pretrained(options.model, local_files_only=True)
         _attention_layers(config, options.max_context)
         _check_positions(config, options.max_context)
+        _check_memory(options)
         hf_model, loading_info = AutoModelForCausalLM.from_pretrained(
             options.model,
             config=config,
@@ -254,6 +256,17 @@ def _check_positions(config: Any, max_context: int) -> None:
         raise StartError(
             f"engine.max_context = {max_context} is more than the model's {positions} positions "
             "(max_position_embeddings); lower it"
+        )
+
+
+def _check_memory(options: EngineOptions) -> None:
+    number, free = stored_parameters(options.model), free_memory(options.device)
+    needed = (number or 0) * getattr(torch, options.dtype).itemsize
+    if free is not None and needed > free:
+        raise StartError(
+            f"{number:,} parameters in {options.dtype} need {needed / 1e9:.1f} GB of memory on "
+            f"{options.device}, and {free / 1e9:.1f} GB are free: set engine.dtype = bfloat16, or take a "
+            "smaller model"
         )
 
 
