@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 
+_MAX_NAME = 256
+"""Characters of a sampled tool name that are sent; names of tools have at most 64."""
+
+
 async def tools(llm: AsyncOpenAI, url: str) -> list[dict[str, Any]]:
     """Returns the tools of the session at `url`."""
     answer: Any = await llm.get(f"{url}/tools", cast_to=object)
@@ -31,8 +35,10 @@ async def call(llm: AsyncOpenAI, url: str, tool_call: Any) -> Message:
         return _tool_message(call_id, f"the arguments of {function['name']!r} are not JSON: {error}")
     if not isinstance(arguments, dict):
         return _tool_message(call_id, f"the arguments of {function['name']!r} are not a JSON object")
-    path = f"{url}/tools/{quote(function['name'], safe='')}"
-    return _tool_message(call_id, (await _post(llm, path, arguments, call_id))["content"])
+    # Models make names up: dots would be removed from the path, and a URL has a maximum length.
+    name = quote(function["name"][:_MAX_NAME], safe="", errors="replace").replace(".", "%2E")
+    answer = await _post(llm, f"{url}/tools/{name}", arguments, call_id)
+    return _tool_message(call_id, answer["content"])
 
 
 async def respond(llm: AsyncOpenAI, url: str, message: Message) -> Message | None:

@@ -17,7 +17,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 STATE = "state"
 """Parameter that receives the episode's state; it is not part of a tool's schema."""
 _MARK = "__tidegate_tool__"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""Names of tools that the APIs of models accept."""
 
 
 class ToolError(TidegateError):
@@ -41,7 +42,7 @@ class Tool:
     one. It raises ToolError for what the agent should correct."""
 
     def __post_init__(self) -> None:
-        if _NAME.fullmatch(self.name) is None:
+        if NAME.fullmatch(self.name) is None:
             raise ConfigError(
                 f"a tool cannot be named {self.name!r}: use up to 64 letters, digits, '_' and '-'"
             )

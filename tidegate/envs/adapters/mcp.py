@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, count
 from typing import Any, ClassVar
 
 from tidegate.envs.adapters.library import require, run_apart
 from tidegate.envs.base import Environment, load_environment
-from tidegate.envs.tools import Tool, ToolError
+from tidegate.envs.tools import NAME, Tool, ToolError
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.loading import did_you_mean
 from tidegate.types import Task, Trajectory
@@ -95,7 +98,7 @@ class McpTools(Environment):
     Args:
         id: Address of the server (streamable HTTP), or the command that starts it (stdio).
         tasks: Table `{use, options}` of the environment with the tasks and the rewards, which has no state.
-        tools: Names of the tools that agents receive; None: all.
+        tools: Names of the tools that agents receive, as the server has them; None: all.
         timeout_s: Deadline of a tool call in seconds.
         token_env: Environment variable with the server's bearer token.
 
@@ -129,8 +132,9 @@ class McpTools(Environment):
         for tool in tools or ():
             if tool not in listed:
                 raise ConfigError(f"the MCP server {id!r} has no tool {tool!r}{did_you_mean(tool, listed)}")
+        names = _names(listed)
         self._tools = [
-            Tool(name, one.get("description") or "", one["inputSchema"], partial(self._call, name))
+            Tool(names[name], one.get("description") or "", one["inputSchema"], partial(self._call, name))
             for name, one in listed.items()
             if tools is None or name in tools
         ]
@@ -164,11 +168,25 @@ class McpTools(Environment):
 
     async def _listed(self) -> dict[str, dict[str, Any]]:
         """Returns the server's tools by name, as the protocol describes them."""
+        request = require("mcp.types").PaginatedRequestParams
         connection = McpConnection(self._server, self._token_env)
         session = await connection.open()
         try:
-            page = await session.list_tools()
-            return {tool.name: tool.model_dump(by_alias=True) for tool in page.tools}
+            tools: dict[str, dict[str, Any]] = {}
+            cursors: list[str] = []
+            while True:
+                params = request(cursor=cursors[-1]) if cursors else None
+                page = (await session.list_tools(params=params)).model_dump(by_alias=True)
+                tools |= {tool["name"]: tool for tool in page["tools"]}
+                cursor = page.get("nextCursor")
+                if not cursor:
+                    return tools
+                if cursor in cursors:
+                    raise McpServerError(
+                        f"the MCP server {self._server!r} lists its tools without end: it returned the "
+                        f"cursor {cursor!r} twice"
+                    )
+                cursors.append(cursor)
         finally:
             await connection.close()
 
@@ -182,7 +200,60 @@ class McpTools(Environment):
             raise ToolError(f"the tool {name!r} did not answer within {self._timeout_s:g} s") from None
         except Exception as error:
             raise ToolError(f"the tool {name!r} failed: {error}") from error
-        text = "\n".join(part["text"] for part in result["content"] if part["type"] == "text")
+        text = _text_of(result)
         if result.get("isError"):
-            raise ToolError(text)
+            raise ToolError(text or f"the tool {name!r} failed and gave no reason")
+        return text
+
+
+def _names(listed: Collection[str]) -> dict[str, str]:
+    """Returns the name under which agents call each of a server's tools: its own, or one with `_` in place of
+    characters that the APIs of models refuse, such as dots."""
+    names: dict[str, str] = {}
+    for name in sorted(listed, key=lambda name: NAME.fullmatch(name) is None):  # correct names are kept
+        plain = re.sub("[^A-Za-z0-9_-]", "_", name)[:64] or "_"
+        candidates = chain([plain], (f"{plain[:60]}_{number}" for number in count(2)))
+        names[name] = next(each for each in candidates if each not in names.values())
+    return names
+
+
+def _text_of(result: Mapping[str, Any]) -> str:
+    """Returns the texts of a tool's result, and its structured value if they do not hold it."""
+    texts = [text for part in result.get("content") or () if (text := _part_text(part)) is not None]
+    structured = result.get("structuredContent")
+    if structured is not None and not _repeats(texts, structured):
+        texts.append(json.dumps(structured, ensure_ascii=False))
+    return "\n".join(texts)
+
+
+def _part_text(part: Mapping[str, Any]) -> str | None:
+    """Returns the text of a part; None for images, audio and other binary data."""
+    match part["type"]:
+        case "text":
+            return str(part["text"])
+        case "resource":
+            resource: Mapping[str, Any] = part["resource"]
+            return None if resource.get("text") is None else str(resource["text"])
+        case "resource_link":
+            about = [part.get("title") or part.get("name"), part.get("description")]
+            return ": ".join([str(part["uri"]), *filter(None, about)])
+    return None
+
+
+def _repeats(texts: Sequence[str], structured: Any) -> bool:
+    """Returns whether texts hold a structured value, as the protocol advises: its JSON, or the value that the
+    server's SDK put into `{"result": …}`, in one part or a part for each item."""
+    values = [structured]
+    if isinstance(structured, dict) and structured.keys() == {"result"}:
+        values.append(structured["result"])
+    read = [_json(text) for text in texts]
+    return any(
+        value in texts or value in read or (bool(texts) and value in ([*texts], read)) for value in values
+    )
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
         return text

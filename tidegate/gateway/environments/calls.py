@@ -23,7 +23,8 @@ MAX_RESULT = 64 * 1024
 """Bytes of a tool's result that the agent receives."""
 MAX_ARGUMENTS = 256 * 1024
 """Bytes of a tool call's arguments, or of a reply to the counterpart."""
-MAX_NAME = 64
+_SHOWN = 64
+"""Characters of an unknown tool's name in messages."""
 UNKNOWN = "unknown"
 """Label of tools that the environment does not have."""
 
@@ -56,7 +57,7 @@ class EnvironmentCalls:
             ApiError: The environment's state is lost, or a budget of the session is exhausted.
             GatewayError: The session is over (410), the call cannot be recorded (503), or it is too large.
         """
-        _check_arguments(name, arguments)
+        _check_size(f"the arguments of {_shown(name)}", {name: arguments})
         await self._prepare(session)
         earlier = session.tool_calls.find(key, name, arguments)
         if isinstance(earlier, ToolCall):
@@ -131,7 +132,7 @@ class EnvironmentCalls:
         service = self._states.service
         if service is None or name not in names:
             known = f"the tools are {', '.join(names)}" if names else "this episode has no tools"
-            return ToolResult(f"there is no tool {name!r}; {known}", error=True)
+            return ToolResult(f"there is no tool {_shown(name)}; {known}", error=True)
         return await self._ask(session, service.call_tool(session.id, name, arguments, key))
 
     async def _ask(self, session: GatewaySession, call: Coroutine[Any, Any, T]) -> T:
@@ -151,10 +152,8 @@ def bounded(text: str) -> str:
     return f"{shown}\n[the result has {len(data)} bytes; it was cut after {MAX_RESULT}]"
 
 
-def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
-    if len(name) > MAX_NAME:
-        raise GatewayError(f"a tool's name has at most {MAX_NAME} characters, not {len(name)}", status=400)
-    _check_size(f"the arguments of {name!r}", arguments)
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}…")
 
 
 def _check_size(what: str, value: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import orjson
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -14,12 +15,22 @@ from tidegate.gateway.http.response import respond
 from tidegate.gateway.turns.request_body import parse, read_body
 
 
+class _Any(StringConvertor):
+    """Matches any text, line ends included."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any", _Any())
+
+
 def routes(gateway: Gateway) -> list[Route]:
     """Returns the routes that a session's key opens beside the model's."""
     base = "/s/{session_id}"
     return [
         Route(f"{base}/tools", JsonEndpoint(gateway, _list), methods=["GET"]),
-        Route(f"{base}/tools/{{name}}", JsonEndpoint(gateway, _call), methods=["POST"]),
+        # Any path: a name that the policy made up, slashes included, is a tool's error, not a missing route.
+        Route(f"{base}/tools/{{name:any}}", JsonEndpoint(gateway, _call), methods=["POST"]),
         Route(f"{base}/respond", JsonEndpoint(gateway, _respond), methods=["POST"]),
     ]
 
