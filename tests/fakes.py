@@ -58,6 +58,8 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     info_hangs: bool = False
+    unanswered: int = 0
+    """Probes that were given up."""
     stream_delay: asyncio.Event | None = None
     port: int = 0
     _runner: web.AppRunner | None = None
@@ -187,7 +189,10 @@ class FakeEngine:
 
     async def _info(self, _: web.Request) -> web.Response:
         if self.info_hangs:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.unanswered += 1
         return web.json_response(
             {"model_path": "fake", "weight_version": str(self.version), "max_context": self.max_context}
         )

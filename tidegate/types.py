@@ -134,6 +134,9 @@ class Sampling:
     """Limit of one reply."""
 
 
+ENGINE_WAIT_S = "engine_wait_s"
+"""Metric of an episode that ended as `timeout` while a call waited for engines that serve: the seconds for
+which it had waited. Such an episode is not charged to its task."""
 CLIENT_CLOSED = "client_closed"
 """Finish reason of a turn whose client closed the stream. The turn has the tokens delivered until then."""
 

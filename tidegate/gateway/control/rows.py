@@ -37,6 +37,8 @@ class SessionSummary:
         oldest_version: Oldest policy version among them; None if unknown for a token, or without turns.
         error: Description of the error, if there was one.
         seconds: Duration of the session in seconds.
+        engine_wait_s: Seconds for which its last call had waited for engines that serve, if it ended as
+            `timeout` for that reason; else 0.
     """
 
     session_id: str
@@ -49,6 +51,7 @@ class SessionSummary:
     oldest_version: int | None
     error: str | None
     seconds: float
+    engine_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 DEFAULT_CALLS = 256
 """Concurrent calls on an engine that does not report `max_slots`."""
+RATE_PROBES = 16
+"""Number of probes over which an engine's rate is measured: half a minute at the default interval."""
 
 
 class EngineRecord(NamedTuple):
@@ -62,6 +66,12 @@ class EngineEndpoint:
     """Sessions whose affinity is this engine."""
     calls: dict[str, asyncio.Timeout] = field(default_factory=dict)
     """Timeouts of running calls, by request id; rescheduled to now when the engine hangs."""
+    seen: float = -math.inf
+    """Time of its last token or answered probe, on the event loop's clock."""
+    received: int = 0
+    """Tokens received from it."""
+    _sampled: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_PROBES))
+    """Times of the last probes, and the number of tokens sampled until then."""
 
     @property
     def state(self) -> str:
@@ -78,6 +88,21 @@ class EngineEndpoint:
         """Whether it is in rotation for new calls."""
         return self.healthy and (self.admitted or self.candidate)
 
+    def note_sampled(self, now: float, reported: int | None) -> None:
+        """Record the tokens sampled so far: as the engine reports them, else those received."""
+        total = self.received if reported is None else reported
+        if self._sampled and total < self._sampled[-1][1]:  # it was restarted
+            self._sampled.clear()
+        self._sampled.append((now, total))
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second over the last probes."""
+        if len(self._sampled) < 2:
+            return 0.0
+        (began, before), (ended, after) = self._sampled[0], self._sampled[-1]
+        return (after - before) / (ended - began)
+
     @property
     def has_free_slot(self) -> bool:
         return self.serves and self.busy < self.limit
@@ -91,6 +116,7 @@ class EngineEndpoint:
         return {name: getattr(self, name) for name in (*fields, "weight_version", "max_context")} | {
             "control": list(self.control),
             "calls": len(self.calls),
+            "tokens_per_s": round(self.rate, 1),
             "sessions": self.assigned_sessions,
         }
 

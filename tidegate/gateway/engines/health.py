@@ -22,7 +22,8 @@ _FIRST_WAIT_S = 0.05
 class HealthProbe:
     """Probes one engine until cancelled, at an interval, and sooner after a failure. `on_change(engine)` is
     called after a successful probe and when the engine goes down. If `trainer_managed`, an engine that leaves
-    quarantine with other weights waits until the trainer admits it."""
+    quarantine with other weights waits until the trainer admits it. The calls of an engine that hangs end if
+    `others_serve`, which then get them: otherwise it may still finish them."""
 
     def __init__(
         self,
@@ -31,12 +32,14 @@ class HealthProbe:
         options: PoolOptions,
         on_change: Callable[[EngineEndpoint], None],
         trainer_managed: Callable[[], bool],
+        others_serve: Callable[[], bool] = lambda: True,
     ) -> None:
         self._engine = engine
         self._client = client
         self._options = options
         self._on_change = on_change
         self._trainer_managed = trainer_managed
+        self._others_serve = others_serve
         self._wake = asyncio.Event()
         self.probed = asyncio.Event()
         """Set after the first probe."""
@@ -50,12 +53,16 @@ class HealthProbe:
 
     async def _run(self) -> None:
         failures = timeouts = 0
+        silent_since, loop = 0.0, asyncio.get_running_loop()
         while True:
-            version_before = self._engine.weight_version
+            version_before, began = self._engine.weight_version, loop.time()
             try:
                 ok = await self._probe()
                 timeouts = 0
             except ProbeTimeout:
+                # An engine that is too busy to answer, but delivers tokens, does not hang.
+                if timeouts == 0 or self._engine.seen > silent_since:
+                    silent_since, timeouts = began, 0
                 ok, timeouts = False, timeouts + 1
             if ok:
                 failures = 0
@@ -65,9 +72,10 @@ class HealthProbe:
                 pause = _FIRST_WAIT_S
             else:
                 self._quarantine()
-                for timeout in self._engine.calls.values():
-                    timeout.reschedule(0.0)
-                self._engine.calls.clear()
+                if self._others_serve():
+                    for timeout in self._engine.calls.values():
+                        timeout.reschedule(0.0)
+                    self._engine.calls.clear()
                 failures += 1
                 pause = backoff_s(failures, _FIRST_WAIT_S, self._options.probe_every_s)
             self.probed.set()
@@ -107,6 +115,9 @@ class HealthProbe:
         infos = [info for info in replies if info is not None]
         if not infos:
             return False
+        engine.seen = now = asyncio.get_running_loop().time()
+        sampled = [_positive(info, "tokens_sampled") for info in infos]
+        engine.note_sampled(now, None if None in sampled else sum(filter(None, sampled)))
         engine.max_context = min(
             filter(None, (_positive(info, "max_context") for info in infos)), default=None
         )

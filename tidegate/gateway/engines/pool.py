@@ -25,6 +25,7 @@ from tidegate.gateway.engines.protocol import (
     GenerateRequest,
     GenerateResult,
     RequestRefusedError,
+    SlowEnginesError,
     request_body,
 )
 from tidegate.gateway.ids import unique_name
@@ -79,6 +80,7 @@ class EnginePool:
                 self._options,
                 self._changed,
                 trainer_managed=lambda: self.trainer_managed,
+                others_serve=lambda: any(other.serves for other in self.engines()),
             )
             probe.task.add_done_callback(self._probe_ended)
             self._probes[engine] = probe
@@ -160,15 +162,20 @@ class EnginePool:
 
         `deadline` is in the loop's time. `on_ids` is called with all ids so far on each streamed event.
         Cancelling aborts the engine call. A request closed by its client returns the tokens so far.
-        Raises QueueFullError, RequestRefusedError, and a non-retryable EngineError if the deadline passes, a
-        reply is invalid, or a partly delivered reply cannot be resumed.
+        Raises QueueFullError, RequestRefusedError, SlowEnginesError if the deadline passes while engines
+        serve, and a non-retryable EngineError if it passes while none does, a reply is invalid, or a partly
+        delivered reply cannot be resumed.
         """
         result = GenerateResult()
+        engine: EngineEndpoint | None = None
         failures, last, fresh = 0, "no engine in rotation", True
+        load: str | None = None
+        request.load = lambda: self._load(engine)
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 request.on_close = lambda: self._close(request, timeout)
                 while True:
+                    engine = None
                     engine = await self._dispatch.acquire(affinity, fresh=fresh)
                     fresh = False
                     length_before = len(result.ids)
@@ -180,6 +187,9 @@ class EnginePool:
                         last = str(error)
                         affinity.disruptions += 1
                         log.info("%s; retrying", error)
+                    except asyncio.CancelledError:
+                        load = request.load()
+                        raise
                     finally:
                         self._dispatch.release(engine)
                     if request.closed or request.complete(result):
@@ -199,11 +209,27 @@ class EnginePool:
         except TimeoutError:
             if request.closed and len(result.logprobs) == len(result.ids):
                 return result
+            load = load or request.load()
+            if load is not None and not failures:
+                raise SlowEnginesError(load) from None
             raise EngineError(
                 f"no engine answered before the session's deadline; last error: {last}"
             ) from None
         finally:
             request.on_close = lambda: None  # an ended timeout cannot be rescheduled
+
+    def _load(self, engine: EngineEndpoint | None) -> str | None:
+        """Describes the load of the engines; None if the one that has the call, or every one, is lost.
+
+        An engine is lost once it is out of rotation, or has left a probe unanswered and delivered no token.
+        """
+        silent_s = self._options.probe_every_s + self._options.probe_timeout_s
+        since = asyncio.get_running_loop().time() - silent_s
+        serving = [one for one in self.engines() if one.serves and one.seen >= since]
+        if not serving or (engine is not None and engine not in serving):
+            return None
+        rate, running = sum(one.rate for one in serving), sum(one.busy for one in serving)
+        return f"engines sample {rate:.3g} tokens/s for {running} calls, and {self.waiting} more calls wait"
 
     def _close(self, request: GenerateRequest, timeout: asyncio.Timeout) -> None:
         """Abort the running engine call and wait up to LAST_EVENT_S for its last event."""
@@ -231,6 +257,8 @@ class EnginePool:
 
         def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
+            engine.seen = asyncio.get_running_loop().time()
+            engine.received += len(newer.ids) - len(piece.ids)
             piece = newer
             if on_ids is not None:
                 on_ids(previous_ids + newer.ids)

@@ -36,6 +36,10 @@ class RequestRefusedError(EngineError):
         self.reason = reason
 
 
+class SlowEnginesError(EngineError):
+    """The deadline passed while engines served the call or earlier ones; the message tells their load."""
+
+
 @dataclass(slots=True)
 class GenerateRequest:
     """A generation request: prompt ids (shape [prompt]), sampling parameters and token limit.
@@ -57,6 +61,8 @@ class GenerateRequest:
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
     """Ends the generation; set by the pool."""
+    load: Callable[[], str | None] = lambda: None
+    """Describes the load of the engines while the call waits for them; None if they are lost."""
     abort: Callable[[], None] | None = None
     """Aborts the running engine call; None while there is none."""
 

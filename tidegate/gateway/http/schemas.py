@@ -13,7 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome, Trajectory, fields_of
+from tidegate.types import ENGINE_WAIT_S, MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome, Trajectory, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
 
@@ -263,6 +263,7 @@ def summary_row(trajectory: Trajectory) -> dict[str, Any]:
         "oldest_version": trajectory.oldest_version(),
         "error": trajectory.error,
         "seconds": trajectory.seconds,
+        "engine_wait_s": trajectory.metrics.get(ENGINE_WAIT_S, 0.0),
     }
 
 

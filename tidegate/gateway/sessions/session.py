@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
@@ -16,7 +18,9 @@ from tidegate.gateway.sessions.limits import Seconds, SessionLimits
 from tidegate.gateway.sessions.model_calls import SessionModelCalls
 from tidegate.gateway.sessions.tool_calls import MAX_RECORDED, SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
-from tidegate.types import Outcome, Sampling, Split, Task, Trajectory
+from tidegate.types import ENGINE_WAIT_S, Outcome, Sampling, Split, Task, Trajectory
+
+_TIMED_OUT = re.compile("time.?out|timed out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,15 @@ class SessionResult:
     """Decided by the gateway: a later finish by the worker is refused."""
     reported: Outcome | None = None
     """Outcome that the caller reported; None if the gateway was left to decide."""
+
+
+class SlowWait(NamedTuple):
+    """A wait for a reply that ended without one while engines served."""
+
+    text: str
+    seconds: float
+    given_up: bool
+    """The client ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +128,8 @@ class GatewaySession(SessionRequest):
     """Rewards posted for single turns, by index and name."""
     engine_error: str | None = None
     """Engine failure of the last call, if it failed."""
+    slow: SlowWait | None = None
+    """The last call's wait for engines that serve, if the deadline or the client ended it."""
     exhausted_budget: str | None = None
     """The exhausted budget, once a call was refused because of it."""
     context_overflow: str | None = None
@@ -177,6 +192,24 @@ class GatewaySession(SessionRequest):
         number = self.affinity.disruptions
         return f"no engine was available, or it was lost, {number} times during its calls" if number else None
 
+    def note_slow(self, load: str, since: float, *, given_up: bool = False) -> None:
+        """Record that a call ended without a reply while engines served."""
+        waited_s = asyncio.get_running_loop().time() - since
+        self.slow = SlowWait(f"a call had waited {waited_s:.3g} s for its reply: {load}", waited_s, given_up)
+
+    def waits(self, now: float) -> SlowWait | None:
+        """Returns the wait of the running call that began first, if engines serve; else that of the last one
+        which ended without a reply."""
+        for call in sorted(self.calls.running, key=lambda call: call.ordinal):
+            if (load := call.engine_request.load()) is not None:
+                self.note_slow(load, now - (time.time() - call.started))
+                break
+        return self.slow
+
+    def forget_failures(self) -> None:
+        """Forgets the failures of calls, as a reply is delivered."""
+        self.engine_error = self.restart_reason = self.context_overflow = self.slow = None
+
     def note_refusal(self, refusal: ApiError) -> None:
         self.refused_calls += 1
         self.last_refusal = str(refusal)
@@ -217,14 +250,34 @@ class GatewaySession(SessionRequest):
 def decide_outcome(session: GatewaySession, report: FinishReport, now: float) -> SessionResult:
     """Returns the result of a session that was finished.
 
-    A reported failure becomes `infra_error` if an engine had failed or the gateway had lost a reply, and
-    `truncated` if the session had used up a limit.
+    A reported failure becomes `infra_error` if an engine had failed or the gateway had lost a reply,
+    `truncated` if the session had used up a limit, and `timeout` if its call waited for engines that serve.
     """
     outcome, error = _outcome(session, report.outcome, now)
-    return SessionResult(
-        outcome, report.error or error, now, report.output, report.reward, report.metrics,
-        reported=report.outcome,
-    )  # fmt: skip
+    slow = _slow_wait(session, report, outcome, now)
+    error, metrics = report.error or error, report.metrics
+    if slow is not None:
+        outcome, metrics = Outcome.TIMEOUT, {**metrics, ENGINE_WAIT_S: slow.seconds}
+        deadline_s = session.deadline_s or session.deadline - session.opened
+        error = f"{slow.text}; agent.deadline_s = {deadline_s:g}" + (f"\n{error}" if error else "")
+    return SessionResult(outcome, error, now, report.output, report.reward, metrics, reported=report.outcome)
+
+
+def _slow_wait(
+    session: GatewaySession, report: FinishReport, outcome: Outcome, now: float
+) -> SlowWait | None:
+    """Returns the wait for engines that serve which ended the episode; None if something else did.
+
+    An agent that raises as its client gave up waiting has an error that names a timeout.
+    """
+    if outcome is Outcome.TIMEOUT:
+        return session.waits(now)
+    slow = session.slow
+    if slow is None or not (outcome is Outcome.AGENT_ERROR or outcome.trainable):
+        return None
+    if slow.given_up and (outcome.trainable or not _TIMED_OUT.search(report.error or "timeout")):
+        return None
+    return slow
 
 
 def _outcome(session: GatewaySession, reported: Outcome | None, now: float) -> tuple[Outcome, str | None]:

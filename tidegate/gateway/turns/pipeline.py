@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -12,8 +13,14 @@ import orjson
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.engines.dispatcher import QueueFullError
 from tidegate.gateway.engines.pool import LAST_EVENT_S, EnginePool
-from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError
-from tidegate.gateway.errors import engine_failure, not_recorded, queue_full, refused_by_engine
+from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, SlowEnginesError
+from tidegate.gateway.errors import (
+    engine_failure,
+    not_recorded,
+    queue_full,
+    refused_by_engine,
+    session_closed,
+)
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.rendering.renderer import LargeText
@@ -97,7 +104,7 @@ class TurnPipeline:
 
     async def _generate(self, session: GatewaySession, call: ModelCall) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
-        before = session.affinity.disruptions
+        before, began = session.affinity.disruptions, asyncio.get_running_loop().time()
         try:
             result = await self._pool.sample(call.engine_request, session.affinity, session.deadline, on_ids)
         except asyncio.CancelledError:
@@ -105,9 +112,18 @@ class TurnPipeline:
                 session.engine_error = session.engine_outage
             raise
         except QueueFullError as error:
-            session.engine_error = str(error)
-            session.affinity.disruptions += 1
+            if (load := call.engine_request.load()) is None:
+                session.engine_error = str(error)
+                session.affinity.disruptions += 1
+            else:
+                session.note_slow(f"{error}; {load}", began)
             call.refusal = queue_full(str(error))
+            return
+        except SlowEnginesError as error:
+            if session.affinity.disruptions > before:
+                session.engine_error = session.engine_outage
+            session.note_slow(str(error), began)
+            call.refusal = session_closed(f"its deadline passed: {error}")
             return
         except EngineError as error:
             refusal = None
@@ -205,6 +221,9 @@ class TurnPipeline:
         elif not call.done:
             self._metrics.abandoned_calls += 1
             session.calls.on_abandoned(call)
+            if (load := call.engine_request.load()) is not None:
+                waited_s = time.time() - call.started
+                session.note_slow(load, asyncio.get_running_loop().time() - waited_s, given_up=True)
             # Set at once, so that a retry that arrives before the task ends does not join this call.
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
@@ -213,11 +232,11 @@ class TurnPipeline:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
         self.prompts.mark_delivered(session, call.recorded.turn.index)
-        session.engine_error = session.restart_reason = session.context_overflow = None
+        session.forget_failures()
 
     def _close(self, session: GatewaySession, call: ModelCall) -> None:
         session.calls.forget(call)
-        session.engine_error = session.restart_reason = session.context_overflow = None
+        session.forget_failures()
         call.engine_request.close()
         if call.node is not None:
             self._cut(session, call)

@@ -173,8 +173,17 @@ class Admission:
 
     # ------------------------------------------------------------------ ending
 
-    def end_attempt(self, attempt: str, outcome: Outcome, why: str | None = None) -> AttemptDecision:
-        """Record the end of an attempt; return what follows from it. A successful one occupies its slot."""
+    def end_attempt(
+        self, attempt: str, outcome: Outcome, why: str | None = None, *, slow: bool = False
+    ) -> AttemptDecision:
+        """Record the end of an attempt; return what follows from it. A successful one occupies its slot.
+
+        Args:
+            attempt: The attempt.
+            outcome: Its outcome.
+            why: The reason of a failure.
+            slow: Whether it timed out while a call waited for engines that serve.
+        """
         if (found := self._in_flight.slot_of(attempt)) is None:
             return AttemptDecision.LATE
         group, number = found
@@ -185,7 +194,7 @@ class Admission:
             slot.outcome = outcome
             self.outage.ended(attempt, outcome, why)
         else:
-            self._fail(slot, attempt, outcome, why)
+            self._fail(slot, attempt, outcome, why, slow)
             if not slot.settled(self.rules):
                 return AttemptDecision.RETRY
             if slot.failures >= self.rules.max_attempts:
@@ -193,22 +202,23 @@ class Admission:
         self._in_flight.unsettled -= 1
         return self._settle(group)
 
-    def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None) -> None:
+    def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None, slow: bool) -> None:
         """Charge a failure to the slot's budget for its kind, or to none in an outage.
 
         `cancelled` is a failure here: the process that ran the agent exited.
         """
-        details = {"lost": True} if outcome is Outcome.CANCELLED else {}
+        details = {"lost": True} if outcome is Outcome.CANCELLED else {"slow": True} if slow else {}
         if self.outage.leaves_uncharged(attempt, outcome):
             details["spared"] = True
         else:
-            slot.infra_failures += outcome.is_infrastructure_failure
-            slot.failures += not outcome.is_infrastructure_failure
-        self.failures[failure_cause(outcome, spared="spared" in details)] += 1
+            blameless = slow or outcome.is_infrastructure_failure
+            slot.infra_failures += blameless
+            slot.failures += not blameless
+        self.failures[failure_cause(outcome, spared="spared" in details, slow=slow)] += 1
         state = State.CANCELLED if outcome is Outcome.CANCELLED else State.FAILED
         self._in_flight.end_attempt(attempt, state, outcome, why, **details)
         if outcome is not Outcome.CANCELLED:
-            self.outage.ended(attempt, outcome, why)
+            self.outage.ended(attempt, outcome, why, slow=slow)
 
     def _settle(self, group: GroupState) -> AttemptDecision:
         rules = self.rules
@@ -251,10 +261,10 @@ class Admission:
         self.streaks.unranked += 1
         self._in_flight.end(group, State.FAILED)
 
-    def would_quarantine(self, attempt: str, outcome: Outcome) -> bool:
+    def would_quarantine(self, attempt: str, outcome: Outcome, *, slow: bool = False) -> bool:
         """Whether ending the attempt with this outcome quarantines its task."""
         found = self._in_flight.slot_of(attempt)
-        if outcome.trainable or outcome.is_infrastructure_failure or found is None:
+        if slow or outcome.trainable or outcome.is_infrastructure_failure or found is None:
             return False
         if self.outage.leaves_uncharged(attempt, outcome):
             return False

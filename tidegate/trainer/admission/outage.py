@@ -68,14 +68,17 @@ class Outage:
         was not a probe that ends the outage."""
         return self.overlapped(attempt) and not (attempt == self.probe and outcome not in INCONCLUSIVE)
 
-    def ended(self, attempt: str, outcome: Outcome, why: str | None) -> None:
-        """Record the outcome of an attempt that was not cancelled."""
+    def ended(self, attempt: str, outcome: Outcome, why: str | None, *, slow: bool = False) -> None:
+        """Record the outcome of an attempt that was not cancelled.
+
+        One that timed out while it waited for engines that serve (`slow`) ends an outage as a success does.
+        """
         before, infra, overlapped = self.why, outcome is Outcome.INFRA_ERROR, self.overlapped(attempt)
         if not outcome.trainable:  # else its group may still fail
             self._running.pop(attempt, None)
         if attempt == self.probe:
             self.probe = None
-            if outcome not in INCONCLUSIVE:
+            if slow or outcome not in INCONCLUSIVE:
                 self.suspected = None
                 self._recent.clear()
         elif not overlapped:

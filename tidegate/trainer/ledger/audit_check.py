@@ -317,7 +317,7 @@ class LedgerCheck:
             lost = ended.get("lost", False)
             failed = ended["state"] == State.FAILED and ended.get("outcome") not in ("completed", "truncated")
             if failed or lost:
-                infra = lost or ended.get("outcome") == "infra_error"
+                infra = lost or ended.get("slow", False) or ended.get("outcome") == "infra_error"
                 failures[attempt.issued["group"], attempt.issued["slot"], infra] += 1
         for (group, slot, infra), number in failures.items():
             rules = self.groups[group].rules if group in self.groups else self.rules

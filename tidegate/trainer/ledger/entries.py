@@ -41,7 +41,8 @@ class LedgerEntry(TypedDict, total=False):
       `oldest`, `newest`, `staleness`; if it was leased also `solved`, of `episodes` with a reward
     * attempt issued: `group`, `slot`, `number` (1 for the first of a slot)
     * attempt ended: `state`, `outcome`, `why`; `spared` if an outage was in progress while it ran, so that
-      its failure is charged to no budget; `lost` if the run's own process that ran its agent exited
+      its failure is charged to no budget; `lost` if the run's own process that ran its agent exited; `slow`
+      if its deadline passed while a call waited for engines that serve
     * group put_back: a resume undid its step; it and its attempts that ended `stepped` are live again
     * run quarantined / lifted: `task`, `why`
     * run promoted: `version`, `step`, `why`, and the figures of its test: `reward` and `episodes` of the
@@ -134,6 +135,8 @@ class LedgerEntry(TypedDict, total=False):
     """Whether an outage was in progress while it ran; its failure then counts towards no budget."""
     lost: bool
     """Whether the process that ran its agent exited."""
+    slow: bool
+    """Whether its deadline passed while a call waited for engines that serve."""
     epoch: int
     """Number of the start of the trainer, from 1."""
     position: int | None
@@ -142,12 +145,13 @@ class LedgerEntry(TypedDict, total=False):
     """Settings of admission that hold from this start."""
 
 
-def failure_cause(outcome: str, *, spared: bool) -> str:
+def failure_cause(outcome: str, *, spared: bool, slow: bool = False) -> str:
     """Return the cause of a failed attempt in metrics: its outcome, and whether an outage touched it.
 
-    `worker_lost` is the cause of an attempt that is `cancelled` because its process exited.
+    `worker_lost` is the cause of an attempt that is `cancelled` because its process exited, `slow_engines` of
+    a `timeout` whose call waited for engines that serve.
     """
-    cause = "worker_lost" if outcome == Outcome.CANCELLED else str(outcome)
+    cause = "worker_lost" if outcome == Outcome.CANCELLED else "slow_engines" if slow else str(outcome)
     return f"{cause}_in_outage" if spared else cause
 
 

@@ -37,6 +37,8 @@ class LedgerItem:
     """An outage touched the attempt: its failure is charged to no budget."""
     worker_lost: bool = False
     """The attempt was cancelled because the process that ran its agent exited."""
+    slow: bool = False
+    """The attempt's deadline passed while a call waited for engines that serve."""
     step: int | None = None
     version: int | None = None
     oldest: int | None = None
@@ -57,7 +59,7 @@ class LedgerItem:
         failed = self.state is State.FAILED and self.outcome not in (Outcome.COMPLETED, Outcome.TRUNCATED)
         if self.outcome is None or not (failed or self.worker_lost):
             return None
-        return failure_cause(self.outcome, spared=self.spared)
+        return failure_cause(self.outcome, spared=self.spared, slow=self.slow)
 
     def final(self, committed: float = math.inf) -> State:
         """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
@@ -199,6 +201,7 @@ def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
     item.ended_time = line.get("time")
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)
+    item.slow = line.get("slow", False)
     item.step, item.version = line.get("step"), line.get("version")
     item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
     item.solved, item.episodes = line.get("solved"), line.get("episodes", 0)

@@ -176,14 +176,14 @@ class Rollout:
         while True:
             await self.pause.wait()
             attempt = self.admission.start_attempt(group.id, slot)
-            outcome, why = await self._attempt(attempt, group, task, slot)
+            outcome, why, slow = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
             async with self._ending:
-                if self.admission.would_quarantine(attempt, outcome):
+                if self.admission.would_quarantine(attempt, outcome, slow=slow):
                     await self.dead_letter(task, group.id, slot, tried)
                 probe = attempt == self.admission.outage.probe
-                decision = self.admission.end_attempt(attempt, outcome, why)
+                decision = self.admission.end_attempt(attempt, outcome, why, slow=slow)
             self.pause.update(probe_failed=probe)
             self.wake()  # a slot may be free, or an outage over
             if decision is not AttemptDecision.RETRY:
@@ -198,7 +198,8 @@ class Rollout:
 
     async def _attempt(
         self, attempt: str, group: GroupState, task: Task, slot: int
-    ) -> tuple[Outcome, str | None]:
+    ) -> tuple[Outcome, str | None, bool]:
+        """Run an attempt; return its outcome, the reason of a failure, and whether slow engines caused it."""
         sampling = self.settings.sampling
         try:
             summary = await self.episodes.run(
@@ -208,7 +209,7 @@ class Rollout:
             )  # fmt: skip
         except GatewayError as error:
             self.last_failure = f"infra_error: {error}"
-            return Outcome.INFRA_ERROR, str(error)
+            return Outcome.INFRA_ERROR, str(error), False
         self.finished_episodes += 1
         self.sampled_tokens += summary.sampled_tokens
         if not summary.outcome.trainable:
@@ -218,7 +219,7 @@ class Rollout:
                 summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1
             )
             await self._save_failure(summary, task)
-        return summary.outcome, summary.error
+        return summary.outcome, summary.error, summary.engine_wait_s > 0
 
     async def _save_failure(self, summary: SessionSummary, task: Task) -> None:
         """Save a failed episode to a file and delete its session."""

@@ -1,0 +1,176 @@
+"""Public reports of slow inference that was taken for a failure, tried on the gateway and on admission."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.fakes import Fault, Stage, eventually, staged
+from tests.integration.gateway.test_faults import ask, opened
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway.engines.engine import PoolOptions
+from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.admission.outage import THRESHOLD
+from tidegate.trainer.admission.rules import AttemptDecision, Rules
+from tidegate.types import Outcome
+
+IMPATIENT = PoolOptions(probe_every_s=0.05, probe_timeout_s=0.1)
+
+
+@pytest.fixture
+async def stage(tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=IMPATIENT) as made:
+        yield made
+
+
+async def failed_probes(stage: Stage, number: int) -> None:
+    """Waits until so many more probes have had no answer."""
+    before = stage.engine.unanswered
+    await eventually(lambda: stage.engine.unanswered >= before + number)
+
+
+async def test_an_engine_that_streams_is_healthy_though_its_probes_have_no_answer(stage: Stage) -> None:
+    """ray-project/ray#54070: an engine that 1,280 requests kept busy was restarted as unhealthy."""
+    _, llm = await opened(stage)
+    stage.say("x" * 40)
+    stage.engine.stream_delay = asyncio.Event()
+    call = asyncio.create_task(ask(llm, stream=True))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    stage.engine.info_hangs = True
+    for _ in range(8):  # a token while each probe waits
+        await failed_probes(stage, 1)
+        stage.engine.stream_delay.set()
+        stage.engine.stream_delay = asyncio.Event()
+    assert stage.gateway.pool.engines()[0].healthy
+    stage.engine.stream_delay.set()
+    assert await asyncio.wait_for(call, 10)
+    assert len(stage.engine.requests) == 1
+
+
+async def test_the_only_engine_keeps_its_calls_while_it_does_not_respond(stage: Stage) -> None:
+    """rllm-org/rllm#926: the only worker compiled for 108 s, was marked dead, and every session failed."""
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("hold"))
+    call = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    stage.engine.info_hangs = True
+    await failed_probes(stage, 4)
+    stage.engine.release()
+    assert await asyncio.wait_for(call, 10)
+    assert len(stage.engine.requests) == 1, "the call was not repeated"
+    assert (await stage.client.finish(access.session_id, reward=1)).outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("told", ["agent_error", "timeout", None])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_deadline_in_a_long_prefill_is_no_failure_of_the_engine(
+    stage: Stage, told: str | None, stream: bool
+) -> None:
+    """sgl-project/sglang#22511: an engine in a long prefill was reported as unhealthy."""
+    access, llm = await opened(stage, deadline_s=1.0)
+    stage.engine.faults.append(Fault("hang"))
+    with pytest.raises(openai.APIStatusError, match="tokens/s for 1 calls, and 0 more calls wait"):
+        await ask(llm, stream)
+    found = await stage.client.finish(access.session_id, outcome=told, error=told and "it raised")
+    assert found.outcome is Outcome.TIMEOUT
+    assert "agent.deadline_s = 1" in str(found.error)
+    assert found.engine_wait_s > 0.5
+
+
+async def test_a_call_that_waits_for_a_busy_engine_is_no_failure_of_the_engine(tmp_path: Path) -> None:
+    """sgl-project/sglang#12355: at a high rate of requests no worker was available, and calls failed."""
+    pool = PoolOptions(probe_every_s=0.05, engine_calls=1, waiting_calls=1)
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=pool) as stage:
+        sessions = [await opened(stage, deadline_s=seconds) for seconds in (5.0, 5.0, 60.0)]
+        stage.engine.faults.extend([Fault("hang")] * 2)
+        calls = [asyncio.create_task(ask(llm)) for _, llm in sessions[:2]]
+        await eventually(lambda: stage.gateway.pool.waiting == 1)
+        with pytest.raises(openai.InternalServerError, match="queue is full"):
+            await ask(sessions[2][1].with_options(max_retries=0))
+        refused = await stage.client.finish(sessions[2][0].session_id, outcome="agent_error", error="503")
+        assert (refused.outcome, refused.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
+        await asyncio.gather(*calls, return_exceptions=True)
+        for access, _ in sessions[:2]:
+            found = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
+            assert (found.outcome, found.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
+
+
+async def test_a_clients_own_timeout_blames_neither_engine_nor_task(stage: Stage) -> None:
+    """BerriAI/litellm#41223: timeouts that callers chose took a working deployment out of service."""
+    access, llm = await opened(stage)
+    stage.engine.faults.extend([Fault("hang")] * 4)
+    with pytest.raises(openai.APITimeoutError) as raised:
+        await ask(llm.with_options(timeout=0.2, max_retries=3))
+    assert stage.gateway.pool.engines()[0].healthy
+    error = f"{type(raised.value).__name__}: {raised.value}"
+    found = await stage.client.finish(access.session_id, outcome="agent_error", error=error)
+    assert (found.outcome, found.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
+
+
+async def test_an_agent_that_fails_by_itself_is_to_blame_though_it_left_a_call(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    stage.engine.faults.append(Fault("hang"))
+    with pytest.raises(openai.APITimeoutError):
+        await ask(llm.with_options(timeout=0.2, max_retries=0))
+    found = await stage.client.finish(access.session_id, outcome="agent_error", error="KeyError: 'answer'")
+    assert (found.outcome, found.engine_wait_s) == (Outcome.AGENT_ERROR, 0)
+
+
+async def test_a_deadline_without_a_call_is_the_agents(stage: Stage) -> None:
+    access, llm = await opened(stage)
+    await ask(llm)
+    found = await stage.client.finish(access.session_id, outcome="timeout", error="it hangs")
+    assert (found.outcome, found.error, found.engine_wait_s) == (Outcome.TIMEOUT, "it hangs", 0)
+
+
+async def test_a_deadline_after_the_engine_exited_is_an_infrastructure_error(stage: Stage) -> None:
+    access, llm = await opened(stage, deadline_s=1.0)
+    stage.engine.faults.append(Fault("hang"))
+    call = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+    await stage.engine.stop()
+    with pytest.raises(openai.APIStatusError, match="no engine answered"):
+        await call
+    found = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
+    assert (found.outcome, found.engine_wait_s) == (Outcome.INFRA_ERROR, 0)
+
+
+def admission(**changes: int) -> tuple[Admission, str, list[Any]]:
+    """One group of one slot, and the ledger."""
+    book: list[Any] = []
+    limits = {"groups_per_batch": 32, "group_size": 1, "min_group_size": 1, "max_staleness": 1}
+    core = Admission(Rules(**limits | changes), book.append)
+    group = core.start_group(core.next_ticket(), "task")
+    assert group is not None
+    return core, group.id, book
+
+
+def test_slow_engines_quarantine_no_task_and_are_no_outage() -> None:
+    """microsoft/agent-lightning#218, THUDM/slime#1562: rollouts of slow engines timed out and were lost."""
+    core, group, book = admission(max_attempts=2, max_infra_attempts=THRESHOLD + 1)
+    for _ in range(THRESHOLD):
+        attempt = core.start_attempt(group, 0)
+        assert not core.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
+        assert core.end_attempt(attempt, Outcome.TIMEOUT, "slow", slow=True) is AttemptDecision.RETRY
+    assert core.outage.why is None
+    assert core.failures == {"slow_engines": THRESHOLD}
+    last = core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
+    assert last is AttemptDecision.FAILED, "a task whose agent never ends has a limit, too"
+    assert core.quarantined == set()
+    assert all(one["slow"] for one in book if one["kind"] == "attempt" and one["event"] == "ended")
+
+
+def test_a_probe_that_slow_engines_serve_ends_an_outage() -> None:
+    core, group, _ = admission()
+    for _ in range(THRESHOLD):
+        other = core.start_group(core.next_ticket(), "other")
+        assert other is not None
+        core.end_attempt(core.start_attempt(other.id, 0), Outcome.INFRA_ERROR, "no service")
+    assert core.outage.suspected is not None
+    core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
+    assert core.outage.why is None
