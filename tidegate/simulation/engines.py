@@ -78,6 +78,11 @@ class SimulatedEngine:
     def load(self) -> int:
         return self.running + len(self.queue)
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second while no prompt is read."""
+        return self.running / self._iteration() if self.up else 0.0
+
     def add(self, request: SimulatedRequest) -> None:
         request.engine = self
         self._advance()

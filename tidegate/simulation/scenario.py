@@ -77,6 +77,8 @@ class AgentModel(SettingsSection):
     """Share of groups with equal rewards, which are filtered and replaced."""
     max_concurrency: Count = 1 << 30
     """Maximum concurrent attempts."""
+    deadline_s: Positive = math.inf
+    """Deadline of an attempt; one that it ends counts as a timeout of slow engines."""
 
     def draw(self, rng: random.Random) -> Sequence[SimulatedTurn]:
         if self.episodes:
@@ -165,7 +167,7 @@ class Scenario(SettingsSection):
     def admission_rules(self) -> Rules:
         smallest = self.rules.min_group_size or self.rules.group_size
         rules = {**self.rules.model_dump(), "min_group_size": smallest}
-        return Rules(**rules, max_running=self.agent.max_concurrency)
+        return Rules(**rules, max_running=self.agent.max_concurrency, deadline_s=self.agent.deadline_s)
 
     def with_(self, **sections: dict[str, object]) -> Scenario:
         """Returns a copy with changed keys, for example `with_(rules={"max_staleness": 4})`."""

@@ -7,6 +7,7 @@ make too stale, then pauses the engines.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -53,6 +54,8 @@ class SimulatedRun:
         self._counts = SimulationCounts(self.clock, self._pool)
         self._attempts: dict[str, dict[str, SimulatedAttempt]] = {}
         """Running and successful attempts of each running or ready group, by group and attempt id."""
+        self._delayed: deque[tuple[str, int]] = deque()
+        """Groups and slots whose next attempt waits, as the engines are too slow for more."""
         self._ready: deque[str] = deque()
         self._waiting = True
         self._waits_since = 0.0
@@ -83,12 +86,17 @@ class SimulatedRun:
                 self._start_attempt(group.id, slot)
 
     def _start_attempt(self, group: str, slot: int) -> None:
+        if not self._core.may_attempt():
+            self._delayed.append((group, slot))
+            return
         model = self.scenario.agent
         attempt = SimulatedAttempt(
             self._core.start_attempt(group, slot), group, slot, model.draw(self._rng),
             self._rng.random() < model.failed,
         )  # fmt: skip
         self._attempts[group][attempt.id] = attempt
+        if model.deadline_s < math.inf:
+            self.clock.after(model.deadline_s, lambda: self._time_out(attempt))
         if (setup := attempt.turns[0].before_s) > 0:
             self.clock.after(setup, lambda: self._request_reply(attempt))
         else:
@@ -123,15 +131,30 @@ class SimulatedRun:
         else:
             self._end(attempt)
 
-    def _end(self, attempt: SimulatedAttempt) -> None:
+    def _time_out(self, attempt: SimulatedAttempt) -> None:
+        group = self._core.groups.get(attempt.group)
+        if group is None or not group.slots or group.slots[attempt.slot].running != attempt.id:
+            return
+        self._core.pace.measured(sum(engine.rate for engine in self._pool.engines))
+        if attempt.request is not None and attempt.request.engine is not None:
+            attempt.request.engine.cancel(attempt.request)
+            attempt.sampled += attempt.request.sampled
+            self._counts.sampled += attempt.request.sampled
+            attempt.request = None
+        self._end(attempt, slow=True)
+
+    def _end(self, attempt: SimulatedAttempt, *, slow: bool = False) -> None:
         outcome = Outcome.AGENT_ERROR if attempt.failing else Outcome.COMPLETED
+        outcome = Outcome.TIMEOUT if slow else outcome
         self._counts.sessions += 1
-        decision = self._core.end_attempt(attempt.id, outcome)
-        if attempt.failing:
+        decision = self._core.end_attempt(attempt.id, outcome, slow=slow, tokens=attempt.sampled)
+        while self._delayed and self._core.may_attempt():
+            self._retry(*self._delayed.popleft())
+        if not outcome.trainable:
             self._counts.lost["failed"] += attempt.sampled
             del self._attempts[attempt.group][attempt.id]
         if decision is AttemptDecision.RETRY:
-            self.clock.after(BACKOFF_S, lambda: self._retry(attempt))
+            self.clock.after(BACKOFF_S, lambda: self._retry(attempt.group, attempt.slot))
         elif decision is AttemptDecision.FAILED:
             self._discard(attempt.group, "failed")
             self._start_groups()
@@ -143,9 +166,9 @@ class SimulatedRun:
                     self._gather()
             self._start_groups()  # a slot is free
 
-    def _retry(self, attempt: SimulatedAttempt) -> None:
-        if attempt.group in self._attempts:
-            self._start_attempt(attempt.group, attempt.slot)
+    def _retry(self, group: str, slot: int) -> None:
+        if group in self._attempts and group in self._core.groups:
+            self._start_attempt(group, slot)
 
     def _discard(self, group: str, why: str) -> list[SimulatedAttempt]:
         """Aborts the group's running attempts, and counts its sampled tokens as lost to `why`."""

@@ -141,8 +141,9 @@ class Training:
             self.batches.add(group)
         sets = {name: list(tasks) for name, tasks in environment.eval_sets().items()}
         self.evaluator = Evaluator(
-            settings, episodes, sets, observer, save_evaluation, lambda: self.pause.engines_down
-        )
+            settings, episodes, sets, observer, save_evaluation, lambda: self.pause.engines_down,
+            self.admission.pace,
+        )  # fmt: skip
         self.recorder = Recorder(
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge,
             self.writer,
@@ -155,7 +156,7 @@ class Training:
             self.batches.withdraw,
         )  # fmt: skip
         self.publisher = self._publisher(stack)
-        self.engines.on_poll = self._set_serving
+        self.engines.on_poll = self._on_poll
         self.engines.set_publisher(self.publisher)
         trainer = settings.trainer
         self.gate = PublishGate(
@@ -399,6 +400,10 @@ class Training:
             protected.add(checkpoints.live(self.dir, self.start.checkpoint).step)
         keep = self.settings.trainer.keep_checkpoints
         await asyncio.to_thread(checkpoints.prune, self.dir, keep, protected)
+
+    def _on_poll(self, serving: bool, tokens_per_s: float) -> None:
+        self.admission.pace.measured(tokens_per_s)
+        self._set_serving(serving)
 
     def _set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
         self.pause.set_serving(serving, missing)

@@ -29,6 +29,7 @@ from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.cursor import TaskCursor
 from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
 from tidegate.trainer.admission.outage import Outage
+from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.admission.state import (
     AdmissionProgress,
@@ -76,7 +77,8 @@ class Admission:
         self.versions = PolicyVersions(rules, record, version)
         self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
-        self._in_flight = GroupsInFlight(rules, record, self.outage, self.curriculum)
+        self.pace = Pace(rules.deadline_s, rules.reply_tokens)
+        self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace, self.curriculum)
         self._cursor = TaskCursor(self.curriculum)
         self._record = record
         self._number = 0
@@ -124,6 +126,11 @@ class Admission:
                 f"{self.unsettled_slots()} episodes are in progress; another group would exceed "
                 "agent.max_concurrency"
             )
+        if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.pace.limit:
+            return (
+                f"{self.unsettled_slots()} episodes are in progress; the engines, at {self.pace.rate:.3g} "
+                f"tokens/s, serve {self.pace.limit:.0f} within agent.deadline_s"
+            )
         if (needed := self._needed()) is not None and needed <= 0:
             return "enough groups are in flight for the remaining steps"
         return None
@@ -157,6 +164,10 @@ class Admission:
         )
         return group
 
+    def may_attempt(self) -> bool:
+        """Whether an attempt may start now: there is no outage, and the engines are not too slow for it."""
+        return self.outage.may_attempt() and self.pace.free >= 1
+
     def start_attempt(self, group_id: str, slot: int) -> str:
         """Issue an attempt for a slot and return its id."""
         group = self.groups[group_id]
@@ -168,13 +179,20 @@ class Admission:
         state.issued += 1
         attempt = state.running = f"{group_id}.{slot}.{state.issued}"
         self.outage.started(attempt)
+        self.pace.started(attempt)
         self._in_flight.issue_attempt(group, slot, attempt, state.issued)
         return attempt
 
     # ------------------------------------------------------------------ ending
 
     def end_attempt(
-        self, attempt: str, outcome: Outcome, why: str | None = None, *, slow: bool = False
+        self,
+        attempt: str,
+        outcome: Outcome,
+        why: str | None = None,
+        *,
+        slow: bool = False,
+        tokens: float = 0.0,
     ) -> AttemptDecision:
         """Record the end of an attempt; return what follows from it. A successful one occupies its slot.
 
@@ -183,12 +201,17 @@ class Admission:
             outcome: Its outcome.
             why: The reason of a failure.
             slow: Whether it timed out while a call waited for engines that serve.
+            tokens: Number of its sampled tokens.
         """
         if (found := self._in_flight.slot_of(attempt)) is None:
             return AttemptDecision.LATE
         group, number = found
         slot = group.slots[number]
         slot.running = None
+        if slow or outcome.trainable:
+            self.pace.ended(attempt, tokens, slow=slow)
+        else:
+            self.pace.forget(attempt)
         if outcome.trainable:
             slot.done = attempt
             slot.outcome = outcome

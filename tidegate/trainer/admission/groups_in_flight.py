@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.outage import Outage
+from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
@@ -20,11 +21,17 @@ class GroupsInFlight:
         rules: Limits that decide which slots are settled.
         record: Receives every ledger entry, in order.
         outage: Is notified of attempts that start or are cancelled.
+        pace: Is notified of attempts that are cancelled.
         curriculum: Receives the results of groups that ended.
     """
 
     def __init__(
-        self, rules: Rules, record: Callable[[LedgerEntry], None], outage: Outage, curriculum: Curriculum
+        self,
+        rules: Rules,
+        record: Callable[[LedgerEntry], None],
+        outage: Outage,
+        pace: Pace,
+        curriculum: Curriculum,
     ) -> None:
         self.by_id: dict[str, GroupState] = {}
         self.group_counts: Counter[State] = Counter()
@@ -36,6 +43,7 @@ class GroupsInFlight:
         self._rules = rules
         self._record = record
         self._outage = outage
+        self._pace = pace
         self._curriculum = curriculum
         self._attempts: dict[str, tuple[str, int]] = {}
 
@@ -127,6 +135,7 @@ class GroupsInFlight:
                 "attempt", "ended", id=attempt, state=state.value, outcome=outcome.value, why=why, **details
             )
         )  # fmt: skip
+        self._pace.forget(attempt)
         if state is not State.FAILED or outcome.trainable:
             self._outage.forget(attempt)
         del self._attempts[attempt]

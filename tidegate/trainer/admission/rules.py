@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,6 +27,10 @@ class Rules:
     max_stale_retries: int = 2
     max_running: int = 1 << 30
     """Limit of concurrent episodes; a larger group runs alone."""
+    deadline_s: float = math.inf
+    """Deadline of an episode."""
+    reply_tokens: int = 0
+    """Limit of the tokens of one reply."""
     client_share: float = 1.0
     """Largest share of a batch that the groups of one client may have."""
     steps: int | None = None
@@ -50,6 +55,8 @@ class Rules:
             max_infra_attempts=trainer.max_infra_attempts,
             max_stale_retries=trainer.max_stale_retries,
             max_running=settings.agent.max_concurrency,
+            deadline_s=settings.agent.deadline_s,
+            reply_tokens=settings.sampling.max_tokens,
             client_share=trainer.max_client_share,
             steps=None if trainer.may_filter else trainer.steps,
             floor=trainer.curriculum.floor if trainer.curriculum.name == "difficulty" else 1.0,

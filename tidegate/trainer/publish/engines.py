@@ -30,8 +30,8 @@ class EngineMembership:
     def __init__(self, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._note = note
-        self.on_poll: Callable[[bool], None] = lambda serving: None
-        """Called with every poll, with whether any engine serves."""
+        self.on_poll: Callable[[bool, float], None] = lambda serving, rate: None
+        """Called with every poll, with whether any engine serves, and their tokens per second."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Control addresses by URL."""
         self._joining: set[str] = set()
@@ -150,7 +150,8 @@ class EngineMembership:
     async def _poll(self, group: asyncio.TaskGroup) -> None:
         async with self._list_lock:
             rows = {row["url"]: row for row in await self._gateway.list_engines()}
-            self.on_poll(any(row["healthy"] and row["admitted"] for row in rows.values()))
+            serving = [row for row in rows.values() if row["healthy"] and row["admitted"]]
+            self.on_poll(bool(serving), sum(row.get("tokens_per_s", 0.0) for row in serving))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
                 self.reserved.discard(url)

@@ -21,10 +21,11 @@ from tidegate.errors import ConfigError, GatewayError
 from tidegate.observer import Observer
 from tidegate.settings.evaluation import EvalSettings, EvalSuite
 from tidegate.tracebacks import FailureReasons
+from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
-from tidegate.types import Outcome, Sampling, Task, Trajectory
+from tidegate.types import ENGINE_WAIT_S, Outcome, Sampling, Task, Trajectory
 
 GREEDY = 0.0
 GREEDY_SET = "greedy"
@@ -58,6 +59,8 @@ class Evaluator:
     save: Callable[[int, list[Episode]], Awaitable[None]]
     engines_down: Callable[[], bool] = lambda: False
     """While it returns True, time does not count against the deadline."""
+    pace: Pace = field(default_factory=Pace)
+    """Limit of running episodes if the engines are slow."""
     last_progress: float = 0.0
     _done: int = 0
     _jitter: random.Random = field(default_factory=lambda: random.Random(0))
@@ -200,14 +203,16 @@ class Evaluator:
     async def _episode(
         self, name: str, mode: str, task: Task, reasons: FailureReasons, retry: bool, candidate: bool
     ) -> Trajectory | None:
-        """Run an episode; with `retry`, repeat it after each `infra_error` until the evaluation ends."""
+        """Run an episode; with `retry`, repeat it until the evaluation ends after each `infra_error`, and
+        after a `timeout` of slow engines."""
         for tries in itertools.count(1):
             try:
                 trajectory = await self._attempt(name, mode, task, candidate)
             except GatewayError as error:
                 reasons.count(str(error))
                 return None
-            if trajectory.outcome is not Outcome.INFRA_ERROR or not retry:
+            slow = ENGINE_WAIT_S in trajectory.metrics
+            if not retry or not (slow or trajectory.outcome is Outcome.INFRA_ERROR):
                 break
             self.last_progress = time.monotonic()
             await asyncio.sleep(backoff_s(tries, self._jitter, INFRA_BACKOFF_MAX_S))
@@ -218,14 +223,23 @@ class Evaluator:
     async def _attempt(self, name: str, mode: str, task: Task, candidate: bool) -> Trajectory:
         sampling, gateway = self.settings.sampling, self.episodes.gateway
         temperature = GREEDY if mode == "greedy" else sampling.temperature
-        summary = await self.episodes.run(
-            name,
-            task,
-            Sampling(temperature, max_tokens=sampling.max_tokens),
-            "eval",
-            seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # the same at every step
-            candidate=candidate,
-        )
+        while self.pace.free < 1:  # noqa: ASYNC110 - it changes with the end of any episode of the run
+            await asyncio.sleep(POLL_S)
+        self.pace.started(name)
+        try:
+            summary = await self.episodes.run(
+                name,
+                task,
+                Sampling(temperature, max_tokens=sampling.max_tokens),
+                "eval",
+                seed=attempt_seed(self.settings.run.seed, name.partition("/")[2]),  # the same at every step
+                candidate=candidate,
+            )
+            slow = summary.engine_wait_s > 0
+            if slow or summary.outcome.trainable:
+                self.pace.ended(name, summary.sampled_tokens, slow=slow)
+        finally:
+            self.pace.forget(name)
         trajectory = await gateway.trajectory(summary.session_id)
         trajectory.answer = bounded_answer(task.answer)
         await gateway.delete_session(summary.session_id)

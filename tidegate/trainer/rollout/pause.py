@@ -92,7 +92,7 @@ class Pause:
 
     def _may_start(self) -> bool:
         backing_off = self.active and self.clock() < self._next_probe
-        return self.admission.outage.may_attempt() and not backing_off
+        return self.admission.may_attempt() and not backing_off
 
     def check(self) -> None:
         """Raises OutageError if the outage has lasted longer than `limit_s`."""

@@ -176,14 +176,14 @@ class Rollout:
         while True:
             await self.pause.wait()
             attempt = self.admission.start_attempt(group.id, slot)
-            outcome, why, slow = await self._attempt(attempt, group, task, slot)
+            outcome, why, slow, tokens = await self._attempt(attempt, group, task, slot)
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
             async with self._ending:
                 if self.admission.would_quarantine(attempt, outcome, slow=slow):
                     await self.dead_letter(task, group.id, slot, tried)
                 probe = attempt == self.admission.outage.probe
-                decision = self.admission.end_attempt(attempt, outcome, why, slow=slow)
+                decision = self.admission.end_attempt(attempt, outcome, why, slow=slow, tokens=tokens)
             self.pause.update(probe_failed=probe)
             self.wake()  # a slot may be free, or an outage over
             if decision is not AttemptDecision.RETRY:
@@ -198,8 +198,11 @@ class Rollout:
 
     async def _attempt(
         self, attempt: str, group: GroupState, task: Task, slot: int
-    ) -> tuple[Outcome, str | None, bool]:
-        """Run an attempt; return its outcome, the reason of a failure, and whether slow engines caused it."""
+    ) -> tuple[Outcome, str | None, bool, int]:
+        """Run an attempt.
+
+        Returns its outcome, the reason of a failure, whether slow engines caused it, and its sampled tokens.
+        """
         sampling = self.settings.sampling
         try:
             summary = await self.episodes.run(
@@ -209,7 +212,7 @@ class Rollout:
             )  # fmt: skip
         except GatewayError as error:
             self.last_failure = f"infra_error: {error}"
-            return Outcome.INFRA_ERROR, str(error), False
+            return Outcome.INFRA_ERROR, str(error), False, 0
         self.finished_episodes += 1
         self.sampled_tokens += summary.sampled_tokens
         if not summary.outcome.trainable:
@@ -219,7 +222,7 @@ class Rollout:
                 summary.sampled_tokens, State.CANCELLED if cancelled else State.FAILED, 1
             )
             await self._save_failure(summary, task)
-        return summary.outcome, summary.error, summary.engine_wait_s > 0
+        return summary.outcome, summary.error, summary.engine_wait_s > 0, summary.sampled_tokens
 
     async def _save_failure(self, summary: SessionSummary, task: Task) -> None:
         """Save a failed episode to a file and delete its session."""

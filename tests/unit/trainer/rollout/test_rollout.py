@@ -79,7 +79,9 @@ class Script:
             self.changed.set()
             raise
         found = self.outcome(name)
-        return SimpleNamespace(outcome=found, error=str(found), sampled_tokens=3, session_id=session_id)
+        return SimpleNamespace(
+            outcome=found, error=str(found), sampled_tokens=3, session_id=session_id, engine_wait_s=0.0
+        )
 
     async def trajectory(self, session_id: str) -> Trajectory:
         found = make_trajectory([make_turn(0, None, [1], [2, 3, 4])])
