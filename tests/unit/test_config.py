@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPO
 from tidegate.cli import main
 from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
@@ -498,3 +499,12 @@ def test_teachers_are_given_by_environment(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(dump(settings))
     assert load_settings(file) == settings
+
+
+@pytest.mark.parametrize(
+    "config", sorted(REPO.glob("examples/*/config*.toml")), ids=lambda path: path.parent.name
+)
+def test_shipped_configurations_set_no_staleness_bound_that_is_the_default(config: Path) -> None:
+    """So that `--trainer.on_policy true` goes with them; deep research needs a bound of its own."""
+    if config.parent.name != "deepresearch":
+        assert load_settings(config, ["--trainer.on_policy", "true"]).trainer.max_staleness == 0

@@ -114,6 +114,10 @@ def build(plan: Plan, progress: Progress, encoder: Encoder | None = None) -> Man
         raise ConfigError(f"--threads {plan.threads}: it must be at least 1")
     if plan.encoder is None and not plan.bm25:
         raise ConfigError("an index needs an encoder, BM25 or both: give --encoder, --bm25 or both")
+    if plan.encoder is not None and plan.device != "cpu":
+        from tidegate.devices import find_device  # imports torch
+
+        find_device("--device", plan.device)  # before the corpus is read
     files = source_files(plan.sources)
     generation = plan.generation(files)
     try:

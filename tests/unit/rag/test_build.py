@@ -263,3 +263,10 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "is intact: 10 files, 20 documents" in capsys.readouterr().out
     assert main(["rag", "build", str(tmp_path / "no.jsonl"), "--out", str(out), "--bm25"]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named_before_the_corpus_is_read(tmp_path: Path) -> None:
+    plan = Plan(sources=[tmp_path / "none.jsonl"], out=tmp_path / "index", encoder="hash", device="cuda:7")
+    with pytest.raises(StartError, match=r"--device = 'cuda:7': .* This machine has: cpu"):
+        build_quietly(plan)
+    assert not (tmp_path / "index").exists()
