@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -445,6 +445,7 @@ class Training:
             "groups/filtered_solved": float(admission.filtered_alike["solved"]),
             "groups/filtered_failed": float(admission.filtered_alike["failed"]),
             "groups/filtered_cut": float(admission.filtered_alike["cut"]),
+            **_ages(admission.stale_ages),
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
@@ -457,3 +458,11 @@ class Training:
             **self.tokens.metrics(),
             **({} if self.teacher is None else self.teacher.metrics()),
         }
+
+
+def _ages(ages: Mapping[int, int]) -> dict[str, float]:
+    """Return mean and maximum staleness of the groups that were dropped as stale."""
+    if not ages:
+        return {}
+    mean = sum(age * groups for age, groups in ages.items()) / sum(ages.values())
+    return {"staleness_dropped/mean": mean, "staleness_dropped/max": float(max(ages))}

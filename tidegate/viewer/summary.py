@@ -84,9 +84,16 @@ def _scores(result: Mapping[str, object]) -> RenderableType:
 
 
 def _signs(run_dir: Path) -> list[RenderableType]:
-    """Returns the signs that hold at the end of the run."""
-    signs = [Text(f"  {held.sign}") for held in watch_of_run(run_dir).current.values()]
-    return [Text("Warnings", "bold yellow"), *signs, Text("")] if signs else []
+    """Returns the signs that hold at the end of the run, and the age of the groups that were dropped."""
+    watch = watch_of_run(run_dir)
+    signs = [Text(f"  {held.sign}") for held in watch.current.values()]
+    lines = [Text("Warnings", "bold yellow"), *signs, Text("")] if signs else []
+    groups, oldest = watch.newest("groups/stale"), watch.newest("staleness_dropped/max")
+    if groups and oldest is not None:
+        mean = number(watch.newest("staleness_dropped/mean"), 1)
+        dropped = f"{number(groups, 0)} groups were dropped as stale: {mean} versions old on average, "
+        lines += [Text(f"{dropped}{number(oldest, 0)} at most.", "dim"), Text("")]
+    return lines
 
 
 def _episodes(run_dir: Path) -> list[RenderableType]:

@@ -262,7 +262,8 @@ def test_the_plain_view_prints_a_warning_when_a_sign_begins(tmp_path: Path) -> N
 def test_a_resumed_run_and_the_final_summary_read_the_steps_before(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        file.writelines(json.dumps(faulty(step)) + "\n" for step in range(1, 41))
+        dropped = {"groups/stale": 7.0, "staleness_dropped/mean": 3.3, "staleness_dropped/max": 5.0}
+        file.writelines(json.dumps({**faulty(step), **dropped}) + "\n" for step in range(1, 41))
     assert list(watch_of_run(tmp_path).current) == ["repetition"]
     assert not watch_of_run(tmp_path / "elsewhere").current
     text = io.StringIO()
@@ -272,6 +273,7 @@ def test_a_resumed_run_and_the_final_summary_read_the_steps_before(tmp_path: Pat
     assert "warning" not in text.getvalue(), "the sign began before the resume"
     view.finished({"status": "completed"})
     assert "Warnings\n  repetition: share of repeated 4-grams 0.500 in" in text.getvalue()
+    assert "7 groups were dropped as stale: 3.3 versions old on average, 5 at most." in text.getvalue()
 
 
 def test_the_live_view_has_a_line_of_signs() -> None:

@@ -73,6 +73,8 @@ class Admission:
         """Failed attempts by cause (`failure_cause`)."""
         self.streaks = Streaks(rules)
         self.filtered_alike: Counter[str] = Counter()
+        self.stale_ages: Counter[int] = Counter()
+        """Groups that ended stale, by the staleness of their oldest token."""
         """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
         self.versions = PolicyVersions(rules, record, version)
         self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
@@ -416,6 +418,8 @@ class Admission:
         version = self.version if version is None else version
         oldest = group.oldest if oldest is None else oldest
         age = None if oldest is None else version - oldest
+        if age is not None:
+            self.stale_ages[age] += 1
         self._in_flight.end(
             group, State.STALE, version=version, oldest=oldest, newest=group.newest, staleness=age
         )

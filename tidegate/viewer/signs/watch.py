@@ -91,6 +91,10 @@ class SignWatch:
         )  # fmt: skip
         return sign if self._hold(sign, max(0, self.history.step)) else None
 
+    def newest(self, key: str) -> float | None:
+        """Returns the newest value of a metric; None if there was none."""
+        return self._last.get(key)
+
     def _hold(self, sign: Sign, step: int) -> bool:
         """Enters that a sign holds; returns whether it begins."""
         held = self.current.get(sign.name)

@@ -110,6 +110,7 @@ def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again()
     driver.core.versions.live = driver.core.versions.reserved = 1
     assert driver.core.select_batch() is None
     assert driver.ends() == {"stale": 2}
+    assert driver.core.stale_ages == {1: 2}
     again = driver.core.next_ticket()
     assert again == TaskTicket(0, first, 1)
     assert driver.core.next_ticket() == TaskTicket(1, second, 1)
