@@ -150,13 +150,15 @@ class Evaluator:
         version: int | None = None,
         save: bool = True,
     ) -> Evaluation:
-        gate = asyncio.Semaphore(self.settings.eval.max_concurrency)
         reasons = FailureReasons()
         planned = [(name, mode, n, task) for name, mode, tasks in plan for n, task in enumerate(tasks)]
         self._done, began = 0, time.monotonic()
+        found: dict[int, Episode] = {}
+        left = iter(enumerate(planned))
 
-        async def run(name: str, mode: str, number: int, task: Task) -> Episode | None:
-            async with gate:
+        async def place() -> None:
+            """Runs one episode after another."""
+            for index, (name, mode, number, task) in left:
                 trajectory = await self._episode(
                     f"eval{step}/{name or 'main'}/{mode}/{number}",
                     mode,
@@ -165,27 +167,29 @@ class Evaluator:
                     step > 0,
                     candidate or version is not None,
                 )
-            self._done += 1
-            self.last_progress = time.monotonic()
-            self.observer.progress("evaluation", self._done, len(planned))
-            return None if trajectory is None else (name, mode, trajectory)
+                self._done += 1
+                self.last_progress = time.monotonic()
+                self.observer.progress("evaluation", self._done, len(planned))
+                if trajectory is not None:
+                    found[index] = (name, mode, trajectory)
 
-        running = [asyncio.create_task(run(*episode)) for episode in planned]
+        # A task for each place and not for each episode: an evaluation may have thousands.
+        places = min(self.settings.eval.max_concurrency, len(planned))
+        running = [asyncio.create_task(place()) for _ in range(places)]
         try:
             await self._wait(running)
         finally:
-            unfinished = sum(not task.done() for task in running)
             for task in running:
                 task.cancel()
             ended = await asyncio.gather(*running, return_exceptions=True)
-        if unfinished:
-            reasons.count(
-                f"not finished within eval.deadline_s = {self.settings.eval.deadline_s}", unfinished
-            )
         for result in ended:
             if isinstance(result, Exception):
                 raise result
-        episodes = [result for result in ended if isinstance(result, tuple)]
+        if unfinished := len(planned) - self._done:
+            reasons.count(
+                f"not finished within eval.deadline_s = {self.settings.eval.deadline_s}", unfinished
+            )
+        episodes = [found[index] for index in sorted(found)]
         if save:
             await self.save(step, episodes)
         if version is not None:
@@ -193,7 +197,7 @@ class Evaluator:
         metrics = _metrics(plan, episodes) | {"eval/seconds": time.monotonic() - began}
         return Evaluation(metrics, episodes, reasons)
 
-    async def _wait(self, running: list[asyncio.Task[Episode | None]]) -> None:
+    async def _wait(self, running: list[asyncio.Task[None]]) -> None:
         pending, left = set(running), self.settings.eval.deadline_s
         while pending and left > 0:
             down, began = self.engines_down(), time.monotonic()
