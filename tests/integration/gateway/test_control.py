@@ -77,6 +77,7 @@ async def test_an_agent_reads_neither_answers_nor_the_control_plane(stage: Stage
             ("POST", f"/sessions/{access.session_id}/reward"),
             ("DELETE", f"/sessions/{access.session_id}"),
             ("POST", "/sessions"),
+            ("GET", "/sessions"),
             ("GET", "/groups"),
             ("POST", "/groups/lease"),
             ("POST", "/groups/ack"),
@@ -145,6 +146,16 @@ async def test_an_engine_that_cannot_be_called_is_refused(stage: Stage, url: str
         await stage.client.add_engine(url)
     assert (await stage.client.health())["status"] == "ok"
     assert [row["url"] for row in await stage.client.list_engines()] == [stage.engine.url]
+
+
+async def test_a_gateway_lists_its_newest_sessions_without_answers(stage: Stage) -> None:
+    ids = [(await stage.client.open_session(task=TASK)).session_id for _ in range(3)]
+    await stage.client.finish(ids[0])
+    listed = await stage.client._json("GET", "/sessions")
+    assert (listed["total"], [row["session_id"] for row in listed["sessions"]]) == (3, ids)
+    assert SECRET not in json.dumps(listed)
+    newest = await stage.client._json("GET", "/sessions?state=open&limit=1")
+    assert (newest["total"], [row["session_id"] for row in newest["sessions"]]) == (2, ids[2:])
 
 
 async def test_a_method_that_is_not_there_is_answered_with_those_that_are(stage: Stage) -> None:

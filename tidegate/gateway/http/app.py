@@ -159,6 +159,14 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
         root = gateway.options.public_url or str(request.base_url).rstrip("/")
         return schemas.access_row(session.id, key, root)
 
+    @app.get("/sessions")
+    async def list_sessions(
+        state: str | None = None, limit: Annotated[int, Query(ge=1, le=10_000)] = 1000
+    ) -> dict[str, Any]:
+        found = [session for session in gateway.sessions.all() if state in (None, session.state)]
+        # The newest ones: a gateway that has served for days keeps many ended sessions.
+        return {"total": len(found), "sessions": [schemas.session_row(one) for one in found[-limit:]]}
+
     @app.get("/sessions/{session_id}")
     async def show_session(session_id: str) -> dict[str, Any]:
         return schemas.session_row(gateway.session(session_id))

@@ -32,6 +32,7 @@ SUMMARIES = {
     "GET /sessions/{session_id}/trajectory": "Returns a finished session's trajectory as MessagePack.",
     "GET /attempts": "Describes the queue of attempts and the workers.",
     "GET /groups": "Lists the groups.",
+    "GET /sessions": "Lists the newest sessions.",
     "GET /groups/erased": "Lists the groups that clients erased, whose files the trainer erases.",
     "POST /groups/lease": "Leases ready groups as MessagePack; waits up to `wait_s` for the first one.",
     "POST /groups/ack": "Ends a lease, and with it the group.",

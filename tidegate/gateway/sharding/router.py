@@ -66,6 +66,7 @@ class ShardRouter:
             Route(path, handler, methods=methods.split())
             for methods, path, handler in (
                 ("POST", "/sessions", forwarded(self._shard_to_open)),
+                ("GET", "/sessions", keyed(self._sessions)),
                 ("GET DELETE", "/sessions/{id}", forwarded(self._shard_of_session)),
                 ("GET POST", "/sessions/{id}/{call}", forwarded(self._shard_of_session)),
                 ("GET", "/groups", keyed(self._groups)),
@@ -164,6 +165,14 @@ class ShardRouter:
     async def _groups(self, request: Request) -> Response:
         answers = await self.fleet.call_all("GET", request.url.path, None, _authorization(request))
         return _json({"groups": [row for answer in answers for row in answer.json()["groups"]]})
+
+    async def _sessions(self, request: Request) -> Response:
+        """The sessions of all shards; `limit` applies to each shard."""
+        path = "/sessions" + (f"?{request.url.query}" if request.url.query else "")
+        answers = await self.fleet.call_all("GET", path, None, _authorization(request))
+        rows = [answer.json() for answer in answers]
+        found = [session for row in rows for session in row.get("sessions", ())]
+        return _json({"total": sum(row.get("total", 0) for row in rows), "sessions": found})
 
     async def _lease(self, request: Request) -> Response:
         body = schemas.read(schemas.Lease, await _body(request))
