@@ -87,7 +87,7 @@ def _signs(run_dir: Path) -> list[RenderableType]:
     """Returns the signs that hold at the end of the run, and the age of the groups that were dropped."""
     watch = watch_of_run(run_dir)
     signs = [Text(f"  {held.sign}") for held in watch.current.values()]
-    lines = [Text("Warnings", "bold yellow"), *signs, Text("")] if signs else []
+    lines: list[RenderableType] = [Text("Warnings", "bold yellow"), *signs, Text("")] if signs else []
     groups, oldest = watch.newest("groups/stale"), watch.newest("staleness_dropped/max")
     if groups and oldest is not None:
         mean = number(watch.newest("staleness_dropped/mean"), 1)
