@@ -17,6 +17,7 @@ from tidegate.gateway.dialects.responses_items import (
     item_of,
     read_items,
     split_namespace,
+    without_repeated,
 )
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
@@ -135,16 +136,18 @@ def _messages(
     previous: tuple[TurnNode, bool] | None,
     session: GatewaySession,
 ) -> list[Message]:
-    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    history: list[Message] = []
     if previous is not None:
         node, instructed = previous
-        messages += session.tree.history(node.turn.index)[instructed:]
+        history = session.tree.history(node.turn.index)[instructed:]
 
     def recorded_reply(key: str) -> Message | None:
         node = _node(session, key.partition("_")[2].partition("_")[0])
         return None if node is None else node.reply
 
-    messages += read_items(payload.get("input") or [], recorded_reply)
+    sent = read_items(payload.get("input") or [], recorded_reply)
+    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    messages += [*history, *without_repeated(sent, history)]
     if not messages:
         raise ApiError("input: a text or a list of items is required", param="input")
     return in_call_order(messages)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, call_wire
-from tidegate.gateway.rendering.messages import text_of
+from tidegate.gateway.rendering.messages import meaning, template_form, text_of
 from tidegate.types import Message
 
 FindReply = Callable[[str], Message | None]
@@ -27,6 +27,53 @@ def read_items(items: Any, find_reply: FindReply) -> list[Message]:
             raise ApiError(f"input[{index}] is not an object", param="input")
         reader.add(item, f"input[{index}]")
     return reader.messages
+
+
+def without_repeated(sent: list[Message], history: Sequence[Message]) -> list[Message]:
+    """Returns the messages that a request adds to the history of its previous response.
+
+    Some clients send items of that history again, all of them or the last reply alone. `sent` may therefore
+    begin with messages of `history`, in its order; they are left out up to the last reply or tool result. The
+    messages of a user after it are new, also if they equal earlier ones.
+    """
+    pending = [call["id"] for call in history[-1].get("tool_calls") or ()] if history else []
+    new = list(sent)
+    kept: list[Message] = []
+    at = 0
+    for index, message in enumerate(sent):
+        found = None
+        if message.get("tool_call_id") not in pending:
+            found = next((i for i in range(at, len(history)) if _repeats(message, history[i], index)), None)
+        if found is not None:
+            at = found + 1
+        elif message["role"] in ("system", "developer"):
+            kept.append(message)
+        else:
+            break
+        if found is not None and message["role"] in ("assistant", "tool"):
+            new = [*kept, *sent[index + 1 :]]
+    return new
+
+
+def _repeats(sent: Message, recorded: Message, index: int) -> bool:
+    """Returns whether a message is one of the history, or for a reply some items of it."""
+    if sent["role"] != recorded["role"]:
+        return False
+    one, other = template_form(sent, index), template_form(recorded, index)
+    if one["role"] != "assistant":
+        return meaning(one) == meaning(other) and one.get("tool_call_id") == other.get("tool_call_id")
+    calls = set(map(_meaning_of, one.get("tool_calls", ())))
+    without_text = not one["content"].strip() and bool(calls or one.get("reasoning_content"))
+    text, recorded_text = (
+        meaning({"role": "assistant", "content": form["content"]}) for form in (one, other)
+    )
+    return calls <= set(map(_meaning_of, other.get("tool_calls", ()))) and (
+        without_text or text == recorded_text
+    )
+
+
+def _meaning_of(call: Any) -> bytes:
+    return meaning({"role": "assistant", "content": "", "tool_calls": [call]})
 
 
 class _Items:
