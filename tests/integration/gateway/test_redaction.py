@@ -132,12 +132,96 @@ async def test_a_failing_redaction_refuses_the_call_and_records_nothing(
             [{"content": [{"type": "tool_use", "name": "a", "input": {"name": "a", "x": [{"id": 1}]}}]}],
             [{"content": [{"type": "tool_use", "name": "a", "input": {"name!": "a!", "x!": [{"id!": 1}]}}]}],
         ),
+        (
+            "messages",
+            [{"role": "user", "content": "a", "field": {"of": "mine"}}],
+            [{"role": "user", "content": "a!"}],
+        ),
         ("input", [{"type": "message", "content": "a"}], [{"type": "message", "content": "a!"}]),
     ],
 )
 def test_structure_is_left_alone_and_nothing_else(field: str, given: object, redacted: object) -> None:
     body = json.dumps({field: given}).encode()
     assert json.loads(redact_body(body, lambda text: text + "!")) == {field: redacted}
+
+
+HIDDEN = [
+    r'{"to": "anna\u0040example.org"}',
+    r'{"to": ["\u0061nna@example.org"], "n": 123456789012345678901234567890, "x": 1.50}',
+    r'{"anna\u0040example.org": true}',
+    r'{"inner": "{\"to\": \"anna\\u0040example.org\"}"}',
+    r'{"to": "anna\u0040exam',
+    r"to: anna\u0040example.org",
+    r"\/anna\u0040example.org\/",
+]
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+@pytest.mark.parametrize("place", ["arguments", "input", "content", "result", "responses"])
+def test_escapes_of_json_hide_nothing(text: str, place: str) -> None:
+    body = {
+        "arguments": {"messages": [{"tool_calls": [{"function": {"name": "mail", "arguments": text}}]}]},
+        "input": {"messages": [{"content": [{"type": "tool_use", "input": {"raw": text}}]}]},
+        "content": {"messages": [{"role": "tool", "content": text}]},
+        "result": {"messages": [{"content": [{"type": "tool_result", "content": [{"text": text}]}]}]},
+        "responses": {"input": [{"type": "function_call", "arguments": text}]},
+    }[place]
+    redacted = redact_body(json.dumps(body).encode(), without_addresses)
+    left = redacted.decode()
+    for _ in range(4):  # as readers at any depth would
+        assert SECRET not in left
+        left = re.sub(r"\\+u([0-9a-f]{4})", lambda escape: chr(int(escape[1], 16)), left).replace("\\/", "/")
+    assert "(address)" in left
+    assert redact_body(redacted, without_addresses) == redacted, "redacted once, it stays"
+
+
+def test_what_hides_nothing_is_kept_as_it_is_written() -> None:
+    text = r'{"name": "Jos\u00e9", "n": 123456789012345678901234567890, "x": 1.50, "path": "C:\\u0040"}'
+    body = {"messages": [{"tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}
+    assert json.loads(redact_body(json.dumps(body).encode(), without_addresses)) == body
+
+
+@pytest.mark.parametrize("number", ["5551234567", "5551234567.0"])
+def test_a_number_of_many_digits_is_redacted_in_arguments(number: str) -> None:
+    def without_phones(text: str) -> str:
+        return re.sub(r"\b\d{10}\b", "(phone)", text)
+
+    parts = [
+        {"tool_calls": [{"function": {"name": "f", "arguments": f'{{"to": {number}, "n": 3}}'}}]},
+        {"content": [{"type": "tool_use", "input": {"to": json.loads(number), "n": 3}}]},
+    ]
+    body = redact_body(json.dumps({"messages": parts}).encode(), without_phones)
+    called, used = json.loads(body)["messages"]
+    given = [json.loads(called["tool_calls"][0]["function"]["arguments"]), used["content"][0]["input"]]
+    assert [one["n"] for one in given] == [3, 3]
+    assert all(str(one["to"]).startswith("(phone)") for one in given)
+
+
+@pytest.mark.parametrize("kinds", [("text", "text", "text"), ("input_text", "text", "output_text")])
+def test_a_text_split_over_content_parts_is_redacted(kinds: tuple[str, ...]) -> None:
+    parts = [
+        {"type": kind, "text": text}
+        for kind, text in zip(kinds, ("to anna", "@exam", "ple.org and"), strict=True)
+    ]
+    whole = [{"type": kinds[0], "text": "to (address) and"}]
+    for body in ({"messages": [{"content": parts}]}, {"system": parts}, {"input": [{"content": parts}]}):
+        redacted = json.loads(redact_body(json.dumps(body).encode(), without_addresses))
+        assert json.dumps(whole) in json.dumps(redacted)
+    apart = {"messages": [{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}
+    assert json.loads(redact_body(json.dumps(apart).encode(), without_addresses)) == apart
+
+
+async def test_names_of_unknown_fields_leave_no_trace(
+    stage: Stage, user: AsyncOpenAI, key: str, tmp_path: Path
+) -> None:
+    message: Any = {"role": "user", "content": "hello", SECRET: {"more": SECRET}}
+    reply = await user.chat.completions.create(model="m", messages=[message])
+    with pytest.raises(BadRequestError):
+        await user.chat.completions.create(model="m", messages=[message], extra_body={SECRET: 1})
+    await feedback(stage, key, reply.id, "up")
+    [group] = await stage.client.lease(1, 1, wait_s=10)
+    assert SECRET not in json.dumps([group.trajectories[0].messages, group.trajectories[0].error])
+    assert kept(tmp_path / "journal") == []
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"messages": 3}'])

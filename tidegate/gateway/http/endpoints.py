@@ -19,7 +19,7 @@ from tidegate.gateway.http.response import ResponseWriter, refuse, respond
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.redaction import redact_body
+from tidegate.gateway.turns.redaction import redact_body, redact_text
 from tidegate.gateway.turns.request_body import LARGE, ClientGone, read_body
 from tidegate.gateway.turns.request_reader import RequestReader
 from tidegate.types import MODEL_NAME
@@ -57,7 +57,7 @@ class DialectEndpoint:
             return
         except ApiError as refusal:
             if session is not None:
-                session.note_refusal(refusal)
+                session.note_refusal(_unread(gateway, refusal))
             await refuse(send, self._dialect, refusal, gateway.metrics)
             return
         except Exception as error:  # noqa: BLE001 - logged and returned to the client as an internal error
@@ -229,6 +229,15 @@ async def redacted(gateway: Gateway, body: RawBody) -> RawBody:
     if redaction is None:
         return body
     return await gateway.threads.run(len(body) > LARGE, redact_body, body, redaction)
+
+
+def _unread(gateway: Gateway, refusal: ApiError) -> ApiError:
+    """Returns a refusal as it may be recorded: its text may quote a request that is not redacted, such as
+    the name of an unknown field."""
+    redaction = gateway.options.redact
+    if redaction is None or refusal.code == "redaction_failed":
+        return refusal
+    return ApiError(redact_text(str(refusal), redaction), status=refusal.status)
 
 
 def replay(body: RawBody, receive: Receive) -> Receive:

@@ -5,7 +5,9 @@ So a conversation's tokens stay exactly those of its recorded text, and nothing 
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +25,25 @@ TEXTS = frozenset(("messages", "input", "instructions", "system", "prompt", "suf
 """Fields of a request with the client's texts, in any dialect."""
 STRUCTURE = frozenset((
     "type", "role", "id", "call_id", "tool_call_id", "tool_use_id", "status", "signature", "media_type",
-    "data", "encrypted_content", "format",
+    "data", "encrypted_content", "format", "namespace",
 ))  # fmt: skip
 """Fields of messages and their parts that have no free text. So has `name`, except beside `role`."""
 FREE = frozenset(("metadata", "input", "arguments"))
 """Fields with a client's own data: all texts in them are redacted, and the names of their fields."""
+FIELDS = STRUCTURE | FREE | frozenset((
+    "name", "content", "text", "tool_calls", "function", "reasoning_content", "thinking", "summary", "output",
+    "refusal", "function_call", "audio", "is_error", "index",
+))  # fmt: skip
+"""Known fields of messages and their parts. Others, whose very names may be personal data, are dropped."""
 DEEPEST = 200
 """Limit of the nesting of a body; the parser, which runs later, has a lower one."""
+LONG_NUMBER = 6
+"""Digits from which a number in a client's data may be personal, such as one of a telephone or a card."""
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)|-?\d[\d.eE+-]*', re.DOTALL)
+"""A string of JSON, whose end may be cut off, or a number."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?$)', re.DOTALL)
+_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[0-9a-fA-F]{4}(?:\\u[0-9a-fA-F]{4})*|\\/)")
 
 
 def redact_body(body: RawBody, redaction: Redaction) -> bytes:
@@ -77,28 +91,115 @@ def redact_value(value: Any, redaction: Redaction, *, free: bool = False, depth:
     if isinstance(value, str):
         return redact_text(value, redaction)
     if isinstance(value, list):
-        return [redact_value(item, redaction, free=free, depth=depth + 1) for item in value]
+        items = value if free else _joined(value, redaction)
+        return [redact_value(item, redaction, free=free, depth=depth + 1) for item in items]
     if not isinstance(value, dict):
-        return value
+        return _redact_number(value, redaction) if free else value
     if free:
         return {
             redact_text(name, redaction): redact_value(item, redaction, free=True, depth=depth + 1)
             for name, item in value.items()
         }
-    return {
-        name: item
-        if isinstance(item, str) and _is_structure(name, value)
-        else redact_value(item, redaction, free=name in FREE and isinstance(item, dict), depth=depth + 1)
-        for name, item in value.items()
-    }
+    redacted = {}
+    for name in value.keys() & FIELDS:
+        item = value[name]
+        if isinstance(item, str) and name == "arguments":
+            item = redact_json(item, redaction)
+        elif not isinstance(item, str) or not _is_structure(name, value):
+            own = name in FREE and isinstance(item, dict)
+            item = redact_value(item, redaction, free=own, depth=depth + 1)
+        redacted[name] = item
+    return {name: redacted[name] for name in value if name in redacted}
+
+
+def _joined(parts: list[Any], redaction: Redaction) -> list[Any]:
+    """Returns content parts; adjacent texts over which a text to redact is split are joined."""
+    joined: list[Any] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if _has_text(last) and _has_text(part):
+            apart = redact_text(last["text"], redaction) + redact_text(part["text"], redaction)
+            if redact_text(last["text"] + part["text"], redaction) != apart:
+                joined[-1] = {**last, "text": last["text"] + part["text"]}
+                continue
+        joined.append(part)
+    return joined
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 def _is_structure(name: str, part: dict[str, Any]) -> bool:
     return name in STRUCTURE or (name == "name" and "role" not in part)
 
 
+def redact_json(text: str, redaction: Redaction) -> str:
+    """Returns a JSON text whose values and names are redacted as they are read, not as they are written.
+
+    A text that is no JSON is redacted as others are. Raises ApiError.
+    """
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return redact_text(text, redaction)
+    return _TOKEN.sub(lambda token: _redact_token(token[0], redaction), text)
+
+
+def _redact_token(token: str, redaction: Redaction) -> str:
+    """Returns a redacted string or number of JSON; unchanged, as it is written, if its value is."""
+    if not token.startswith('"'):
+        number = _redact_number(token, redaction)
+        return token if number == token else json.dumps(number, ensure_ascii=False)
+    closed = len(token) > 1 and token.endswith('"')
+    try:
+        value = json.loads(token if closed else token.rstrip("\\") + '"', strict=False)
+    except ValueError:
+        return token
+    redacted = redact_text(value, redaction)
+    if redacted == value:
+        return token
+    written = json.dumps(redacted, ensure_ascii=False)
+    return written if closed else written[:-1]
+
+
+def _redact_number(value: Any, redaction: Redaction) -> Any:
+    """Returns a number, or the text that is left of one with so many digits that it may be personal."""
+    written = str(value)
+    if isinstance(value, bool) or sum(map(str.isdigit, written)) < LONG_NUMBER:
+        return value
+    redacted = redact_text(written, redaction)
+    return value if redacted == written else redacted
+
+
 def redact_text(text: str, redaction: Redaction) -> str:
-    """Return a redacted text. Raises ApiError, without the text, if the redaction fails."""
+    """Return a redacted text, also where JSON's escapes hide what is to be redacted.
+
+    Raises ApiError, without the text, if the redaction fails.
+    """
+    text = _call(redaction, text)
+    if "\\" not in text:
+        return text
+    text = _STRING.sub(
+        lambda token: _redact_token(token[0], redaction) if "\\" in token[0] else token[0], text
+    )
+    plain = _ESCAPE.sub(_unescaped, text)
+    if plain == text:
+        return text
+    redacted = _call(redaction, plain)
+    return text if redacted == plain else redacted
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Returns the characters of JSON escapes; unchanged where they cannot be part of a JSON string."""
+    if escape[2] == "\\/":
+        return f"{escape[1]}/"
+    characters: str = json.loads(f'"{escape[2]}"')
+    plain = characters.isprintable() and not set('"\\') & set(characters)
+    return escape[1] + (characters if plain else escape[2])
+
+
+def _call(redaction: Redaction, text: str) -> str:
     try:
         redacted = redaction(text)
     except Exception as error:  # noqa: BLE001 - logged without its message, which may hold the text
