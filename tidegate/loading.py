@@ -80,10 +80,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def _file(path: Path, what: str) -> ModuleType:
-    # As with a script, the file can import modules of its directory.
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
+    _allow_imports_from(path.resolve().parent, Path.cwd())  # as with a script
     spec = importlib.util.spec_from_file_location(f"tidegate_{what}_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be loaded as Python")
@@ -97,7 +94,15 @@ def _file(path: Path, what: str) -> ModuleType:
     return module
 
 
+def _allow_imports_from(*folders: Path) -> None:
+    """Appends folders to the module path: last, so that no file in them replaces an installed module. The
+    processes of a run start without their working directory on it (`python -P`)."""
+    sys.path += [folder for folder in map(str, folders) if folder not in sys.path]
+
+
 def _module(name: str, what: str) -> ModuleType:
+    if not name.startswith("tidegate."):
+        _allow_imports_from(Path.cwd())
     try:
         return importlib.import_module(name)
     except Exception as error:

@@ -6,6 +6,7 @@
 const [gateway, concurrency = "16"] = process.argv.slice(2);
 const workerKey = process.env.TIDEGATE_WORKER_KEY;
 const worker = `node-${process.pid}-${Math.random().toString(16).slice(2, 8)}`;
+const identity = { worker, secret: crypto.randomUUID() };
 const sleep = (seconds) => new Promise((done) => setTimeout(done, seconds * 1000));
 
 async function post(url, key, body) {
@@ -33,7 +34,7 @@ async function run(attempt) {
   const heartbeats = (async () => {
     while (!ended) {
       await sleep(attempt.heartbeat_s);
-      if (!ended) await call(`${gateway}/attempts/${attempt.attempt}/heartbeat`, workerKey, { worker });
+      if (!ended) await call(`${gateway}/attempts/${attempt.attempt}/heartbeat`, workerKey, identity);
     }
   })();
   heartbeats.catch((error) => console.error(`the gateway ended an attempt: ${error.message}`));
@@ -88,7 +89,7 @@ function calculate(text) {
 
 // ---------------------------------------------------------------------------- attempts, for ever
 for (const signal of ["SIGINT", "SIGTERM"]) {
-  process.once(signal, () => post(`${gateway}/attempts/leave`, workerKey, { worker }).finally(() => process.exit()));
+  process.once(signal, () => post(`${gateway}/attempts/leave`, workerKey, identity).finally(() => process.exit()));
 }
 // Polls one shard of the gateway; the first answer tells how many there are.
 async function serve(shard, shardsKnown) {
@@ -96,7 +97,7 @@ async function serve(shard, shardsKnown) {
   let wake = () => {};
   for (;;) {
     if (free === 0) await new Promise((resolve) => (wake = resolve));
-    const body = { worker, capacity: free, wait_s: shardsKnown ? 30 : 0 };
+    const body = { ...identity, capacity: free, wait_s: shardsKnown ? 30 : 0 };
     const { attempts, shards } = await call(`${gateway}/attempts/next?shard=${shard}`, workerKey, body);
     for (const attempt of attempts) {
       free -= 1;

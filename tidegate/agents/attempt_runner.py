@@ -70,6 +70,7 @@ class AttemptRunner:
         name: str | None = None,
     ) -> None:
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+        self._identity = {"worker": self.name, "secret": secrets.token_urlsafe(16)}
         self._url = url.rstrip("/")
         self._key = key
         self._concurrency = concurrency
@@ -129,7 +130,7 @@ class AttemptRunner:
         """Return the unfinished attempts: not finished in time, or taken by a cancelled poll."""
         with contextlib.suppress(TimeoutError, GatewayError):  # they end without heartbeats, later
             async with asyncio.timeout(STOP_S):
-                await self._call(f"{self._url}/attempts/leave", self._key, {"worker": self.name})
+                await self._call(f"{self._url}/attempts/leave", self._key, self._identity)
 
     async def _on_agents(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the agents' loop."""
@@ -164,7 +165,7 @@ class AttemptRunner:
             kept = min(free, capacity)
             self._kept += kept
         try:
-            body = {"worker": self.name, "capacity": kept, "wait_s": wait_s}
+            body = {**self._identity, "capacity": kept, "wait_s": wait_s}
             answer: dict[str, Any] = await self._call(f"{self._url}/attempts/next{query}", self._key, body)
         finally:
             self._kept -= kept
@@ -195,7 +196,7 @@ class AttemptRunner:
         try:
             while True:
                 await asyncio.sleep(interval_s)
-                await self._call(url, self._key, {"worker": self.name})
+                await self._call(url, self._key, self._identity)
         except GatewayError as error:
             self._tell_once(f"the gateway ended an attempt: {error}")
             self._drop(attempt)

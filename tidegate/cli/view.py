@@ -39,8 +39,9 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     if not arguments.run_dirs:
         return _list(arguments.dir)
+    from tidegate.service.local_only import is_loopback
     from tidegate.service.serve import Listen, url_of
-    from tidegate.viewer.dashboard.app import is_loopback, serve
+    from tidegate.viewer.dashboard.app import serve
     from tidegate.viewer.dashboard.comparison import MOST_RUNS
     from tidegate.viewer.dashboard.run import FollowedRun
 

@@ -30,7 +30,8 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
     # A thread that encodes a long text yields to the event loop after 0.5 ms instead of 5 ms.
     sys.setswitchinterval(0.0005)
     app = create_app(gateway)
-    run_app(app, bind(listen, "gateway.port"), listen, app.direct)
+    keyless = options.admin_key is None
+    run_app(app, bind(listen, "gateway.port"), listen, app.direct, keyless=keyless)
 
 
 def serve_front(
@@ -62,7 +63,8 @@ def serve_front(
         fleet = [
             Shard(index, arguments(index), Path(directory), secrets, listen.host) for index in range(shards)
         ]
-        run_app(ShardRouter(fleet, admin_key, stop).create_app(), sock, listen)
+        router = ShardRouter(fleet, admin_key, stop).create_app()
+        run_app(router, sock, listen, keyless=admin_key is None)
     if failures:
         raise StartError(f"the gateway's shard router stopped: {failures[0]}")
 

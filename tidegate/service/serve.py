@@ -25,6 +25,7 @@ from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
 from tidegate.service.direct.protocol import DirectProtocol
 from tidegate.service.direct.request import DirectRoute
+from tidegate.service.local_only import LocalOnly
 from tidegate.service.parent_death import end_with_parent
 
 log = logging.getLogger("tidegate.service.serve")
@@ -79,6 +80,8 @@ def run_app(
     sock: socket.socket,
     listen: Listen,
     direct: Mapping[bytes, DirectRoute] | None = None,
+    *,
+    keyless: bool = False,
 ) -> None:
     """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit.
 
@@ -87,11 +90,16 @@ def run_app(
         sock: The bound socket.
         listen: Where it listens, and how it announces its address.
         direct: Routes of the app that bypass ASGI, by request line.
+        keyless: Whether calls need no key; then those that web pages can send are refused.
     """
+    if keyless:
+        app = guard = LocalOnly(app, on_loopback=listen.on_loopback)
+        direct = {line: guard.guarded(route) for line, route in (direct or {}).items()}
     # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
         app,
         http=DirectProtocol.serving(direct or {}),
+        ws="none",
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,

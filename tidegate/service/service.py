@@ -114,7 +114,7 @@ class Service(OwnedProcess):
         self._announce.unlink(missing_ok=True)
         port = ["--port", str(self._port)] if self.listens and self._socket is None else []
         return [
-            sys.executable, "-m", "tidegate", self.verb, *self._arguments(), *port,
+            sys.executable, "-P", "-m", "tidegate", self.verb, *self._arguments(), *port,
             "--announce", str(self._announce), "--owned",
         ]  # fmt: skip
 
@@ -192,11 +192,12 @@ class ExternalService(Service):
 
     def command(self) -> list[str]:
         self._port = self._port or free_port(self.address)
-        tie = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+        tie = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
         return tie + self.program(self._port)
 
     def environment(self) -> dict[str, str]:
-        return {key: value for key, value in os.environ.items() if key not in PYTHON_VARIABLES}
+        own = {key: value for key, value in os.environ.items() if key not in PYTHON_VARIABLES}
+        return {**own, "PYTHONSAFEPATH": "1"}  # as -P, which a Python before 3.11 does not have
 
     async def probe_url(self) -> str | None:
         url = f"http://{self.address}:{self._port}"

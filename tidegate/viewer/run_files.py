@@ -159,7 +159,7 @@ def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
     for line in _lines(path):
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             broken += bool(line.strip())
             continue
         if isinstance(value, dict):
@@ -217,7 +217,7 @@ def eval_results(run_dir: Path) -> list[dict[str, Any]]:
 def _result_rows(path: Path) -> Iterator[dict[str, Any]]:
     try:
         results = as_mapping(json.loads(path.read_text(encoding="utf-8", errors="replace")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return
     sampling = as_mapping(results.get("sampling"))
     for name, summary in as_mapping(results.get("sets")).items():

@@ -27,7 +27,7 @@ def serve(options: VLLMOptions, listen: Listen) -> None:
     sock = bind(listen)
     failures: list[TidegateError] = []
     try:
-        run_app(create_app(EngineAdapter(options), failures.append), sock, listen)
+        run_app(create_app(EngineAdapter(options), failures.append), sock, listen, keyless=True)
     finally:
         if failures:
             raise failures[0]  # instead of uvicorn's SystemExit

@@ -19,6 +19,7 @@ from tidegate.gateway.attempts import queue
 from tidegate.gateway.attempts.queue import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.http.app import create_app
+from tidegate.gateway.ids import agents_key
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome
 
@@ -483,6 +484,24 @@ async def test_the_key_that_opened_an_attempt_is_void_once_it_is_taken(
     with pytest.raises(Refused) as refused:
         await worker.finish({**attempt, "finish_key": access.api_key})
     assert refused.value.status == 401
+
+
+async def test_no_worker_acts_in_the_name_of_another(stage: Stage, worker: Attempts) -> None:
+    await offer(stage)
+    first = {"worker": "first", "secret": "s1", "capacity": 1, "wait_s": 5}
+    [attempt] = (await worker.post("/attempts/next", WORKER_KEY, first))["attempts"]
+    own = {"worker": "local", "capacity": 1, "wait_s": 0}
+    await worker.post("/attempts/next", agents_key("admin"), own)
+    for name, body in (("leave", {}), ("next", {"wait_s": 0}), (f"{attempt['attempt']}/heartbeat", {})):
+        for known in ("first", "local"):
+            for secret in ({}, {"secret": "s2"}):
+                with pytest.raises(Refused, match="is another process") as refused:
+                    await worker.post(f"/attempts/{name}", WORKER_KEY, {"worker": known, **secret, **body})
+                assert refused.value.status == 403
+    await talk(attempt)
+    assert (await worker.finish(attempt, output="3"))["outcome"] == "completed"
+    left = await worker.post("/attempts/leave", WORKER_KEY, {"worker": "first", "secret": "s1"})
+    assert left == {"ended": 0, "returned": 1}
 
 
 async def test_a_gateway_without_a_worker_key_takes_no_workers(tmp_path: Path) -> None:

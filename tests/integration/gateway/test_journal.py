@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, InternalServerError
 
 from tests.fakes import Stage, eventually, staged
 from tests.journal_copy import copy_journal
@@ -27,6 +27,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal import writer
 from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
+from tidegate.gateway.project_keys import create_key
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.types import Group, Sampling, Task, Trajectory, Turn, to_wire
@@ -319,6 +320,31 @@ async def test_repeated_openings_share_one_write(stage: Stage, monkeypatch: pyte
         patched.setattr(gateway.journal._writer, "write", None)  # a repetition needs no write
         assert await gateway.open_session(request) == (opened, key)
     assert gateway.sessions.all() == [opened]
+
+
+async def test_a_conversation_that_cannot_be_written_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk answers 503, which SDKs repeat; 400 would end the user's conversation."""
+    key = create_key(tmp_path / "keys.json", "me")
+    model = make_model_dir(tmp_path / "tiny")
+    async with (
+        staged(model, keys=tmp_path / "keys.json", journal=tmp_path / "journal") as stage,
+        AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0) as user,
+    ):
+        hello: Any = [{"role": "user", "content": "hello"}]
+        with monkeypatch.context() as full:
+
+            def opened(_: GatewaySession) -> asyncio.Future[None]:
+                write: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                write.set_exception(GatewayError("the journal cannot be written", status=503))
+                return write
+
+            full.setattr(stage.gateway.journal, "opened", opened)
+            with pytest.raises(InternalServerError, match="the journal cannot be written") as refused:
+                await user.chat.completions.create(model="m", messages=hello)
+            assert refused.value.status_code == 503
+        assert (await user.chat.completions.create(model="m", messages=hello)).choices
 
 
 async def test_the_file_stays_bounded(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tidegate.viewer import run_files
 from tidegate.viewer.dashboard import tail as follow
 from tidegate.viewer.dashboard.records import PART_LINES, NotFound, Records
 from tidegate.viewer.dashboard.tail import Tail
@@ -199,3 +200,11 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert records._indexed() <= 25
     assert records.numbers("step") == [1, 2, 3, 4, 5]
     assert len(records.file("step", 1).summaries) == 10
+
+
+def test_a_line_that_is_nested_too_deeply_is_skipped(tmp_path: Path) -> None:
+    path, remarks = tmp_path / "metrics.jsonl", list[str]()
+    path.write_text('{"step": 1}\n{"a": ' + "[" * 100_000 + "]" * 100_000 + '}\n{"step": 2}\n')
+    assert list(Tail(path).objects()) == [{"step": 1}, {"step": 2}]
+    assert list(run_files.objects(path, remarks)) == [{"step": 1}, {"step": 2}]
+    assert len(remarks) == 1

@@ -21,8 +21,9 @@ from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledEpisode
+from tidegate.service.local_only import is_loopback
 from tidegate.types import Outcome, Task, Trajectory
-from tidegate.viewer.dashboard.app import is_loopback, page_files
+from tidegate.viewer.dashboard.app import page_files
 from tidegate.viewer.dashboard.run import FollowedRun
 
 pytestmark = pytest.mark.usefixtures("always_fresh")

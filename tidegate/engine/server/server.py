@@ -42,7 +42,7 @@ def serve(options: EngineOptions, listen: Listen) -> None:
         failed = True
         os.kill(os.getpid(), signal.SIGINT)  # uvicorn sends the pending replies, then exits
 
-    run_app(create_app(engine, on_failure=end), sock, listen)
+    run_app(create_app(engine, on_failure=end), sock, listen, keyless=True)
     if failed:
         raise EngineError(f"the engine's scheduler failed: {engine.scheduler.failure!r}")
 

@@ -99,7 +99,7 @@ class Verifier:
         self._end()
         require_math_verify("this reward")
         self.starts += 1
-        command = [sys.executable, "-m", "tidegate.envs.grading.math_verify"]
+        command = [sys.executable, "-P", "-m", "tidegate.envs.grading.math_verify"]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._process = process
         try:

@@ -94,7 +94,7 @@ class WorkerProcess(OwnedProcess):
             StartError: It exits, or takes longer than READY_S.
         """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tidegate.envs.service.worker", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "tidegate.envs.service.worker", str(theirs.fileno())]
         try:
             with theirs:
                 await self._spawn(command, stdin=asyncio.subprocess.DEVNULL, pass_fds=[theirs.fileno()])

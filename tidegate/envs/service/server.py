@@ -159,6 +159,7 @@ def serve(settings: PoolSettings, key: str | None, listen: Listen) -> None:
             f"{ENV_KEY}, or listen on loopback"
         )
     failures: list[TidegateError] = []
-    run_app(create_app(WorkerPool(settings), key, failures), bind(listen), listen)
+    app = create_app(WorkerPool(settings), key, failures)
+    run_app(app, bind(listen), listen, keyless=key is None)
     if failures:
         raise failures[0]

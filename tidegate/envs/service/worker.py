@@ -195,7 +195,6 @@ async def serve(sock: socket.socket) -> None:
 
 def main() -> None:
     signal_at_parent_exit(signal.SIGKILL)  # code that holds the interpreter's lock reads no closed socket
-    sys.path.insert(0, "")  # as with `python -m tidegate`, modules of the working directory can be named
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     asyncio.run(serve(socket.socket(fileno=int(sys.argv[1]))))
     os._exit(0)  # threads that hang do not keep the process running

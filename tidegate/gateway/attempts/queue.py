@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -97,6 +98,8 @@ class AttemptQueue:
         self._finisher = finisher
         self._queues = {False: _Queue(), True: _Queue()}
         """Those of workers and of the trainer's own agents."""
+        self._claims: dict[str, str] = {}
+        """Secret of each worker; None of another's is accepted in its name."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
         self._left: set[str] = set()
@@ -125,6 +128,17 @@ class AttemptQueue:
             self.add(session)
         else:
             session.worker_seen, session.on_stop = _now(), self._stop
+
+    def claim(self, worker: str, secret: str, *, own: bool) -> None:
+        """Checks that calls in a worker's name have the secret of its first call; those of the trainer's own
+        agents have its key instead. Raises GatewayError (403)."""
+        claim = "own" if own else f"worker {secret}"
+        if not hmac.compare_digest(self._claims.setdefault(worker, claim).encode(), claim.encode()):
+            raise GatewayError(
+                f"worker {worker!r} is another process, whose secret this call does not have: choose "
+                "a unique name, and send the same secret with each call",
+                status=403,
+            )
 
     async def take(
         self, worker: str, capacity: int, wait_s: float, *, own: bool = False
@@ -270,7 +284,7 @@ class AttemptQueue:
                 self._finisher.end_by_gateway(session, FinishReport(Outcome.TIMEOUT, why), now)
         self._seen = {worker: seen for worker, seen in self._seen.items() if now - seen < LISTED_S}
         self._left &= self._seen.keys()
-        for known in (self._stopped, self._finished):
+        for known in (self._stopped, self._finished, self._claims):
             for worker in known.keys() - self._seen.keys():
                 del known[worker]
 

@@ -56,6 +56,7 @@ def poll(gateway: Gateway, request: DirectRequest) -> bool:
     try:
         own = _is_own(gateway, bearer_of(request.headers))
         body = schemas.read(schemas.NextAttempts, request.body)
+        gateway.attempts.claim(body.worker, body.secret, own=own)
     except (GatewayError, ApiError):
         return False
     queue = gateway.attempts
@@ -69,7 +70,7 @@ def poll(gateway: Gateway, request: DirectRequest) -> bool:
             request.respond(200, _answer(gateway, body.worker, [], ""))
 
     waiting = queue.begin(body.worker, body.capacity, body.wait_s, answer, own=own)
-    request.on_disconnect = functools.partial(queue.drop, waiting)
+    request.on_disconnect, request.waits = functools.partial(queue.drop, waiting), True
     return True
 
 
@@ -93,6 +94,7 @@ async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
     """Answers with attempts; they are queued again if the client disconnects before."""
     own = _is_own(gateway, bearer_key(scope))
     poll = schemas.read(schemas.NextAttempts, await read_body(receive))
+    gateway.attempts.claim(poll.worker, poll.secret, own=own)
     taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s, own=own)
     taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
     if taken is not None:
@@ -111,15 +113,17 @@ def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession,
 
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _is_own(gateway, bearer_key(scope))
+    own = _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
+    gateway.attempts.claim(body.worker, body.secret, own=own)
     gateway.attempts.heartbeat(scope["path_params"]["session_id"], body.worker)
     await respond(send, 200, b"{}")
 
 
 async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
-    _is_own(gateway, bearer_key(scope))
+    own = _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
+    gateway.attempts.claim(body.worker, body.secret, own=own)
     await respond(send, 200, orjson.dumps(gateway.attempts.leave(body.worker)))
 
 

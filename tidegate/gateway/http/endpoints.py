@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
+from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
@@ -55,7 +56,8 @@ class DialectEndpoint:
             request, calls = await self._read_request(session, headers, receive)
         except ClientGone:
             return
-        except ApiError as refusal:
+        except (ApiError, GatewayError) as error:
+            refusal = error if isinstance(error, ApiError) else refused(error)
             if session is not None:
                 session.note_refusal(_unread(gateway, refusal))
             await refuse(send, self._dialect, refusal, gateway.metrics)
@@ -248,6 +250,13 @@ def replay(body: RawBody, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replayed
+
+
+def refused(error: GatewayError) -> ApiError:
+    """Returns the error of a call that the gateway cannot serve, such as while its journal's disk is full."""
+    status = error.status or 400
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return ApiError(str(error), status=status, type=kind, retryable=status >= 500)
 
 
 def internal_error(session: GatewaySession | None, error: Exception) -> ApiError:

@@ -33,6 +33,8 @@ class PostReward(Body):
 
 class WorkerName(Body):
     worker: Annotated[str, Field(min_length=1, max_length=200)]
+    secret: Annotated[str, Field(max_length=200)] = ""
+    """A secret of the worker's choice: calls in its name without it are refused."""
 
 
 class NextAttempts(WorkerName):

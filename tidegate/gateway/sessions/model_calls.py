@@ -42,6 +42,8 @@ class ModelCall:
     id: str = field(default_factory=unique_name)
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
+    clock: float = field(default_factory=time.perf_counter)
+    """The same, on a clock that is never set."""
     prompt_tokens: int = 0
     task: asyncio.Task[None] | None = None
     node: TurnNode | None = None
@@ -121,7 +123,7 @@ class ModelCall:
             cached_tokens=result.cached_tokens,
             branch=self.branch,
             started=self.started,
-            seconds=time.time() - self.started,
+            seconds=time.perf_counter() - self.clock,
             parse=self.reader.status,
             exempt=self.exempt,
             structured=self.structured,

@@ -116,7 +116,7 @@ def _joined(parts: list[Any], redaction: Redaction) -> list[Any]:
     """Returns content parts; adjacent texts over which a text to redact is split are joined."""
     joined: list[Any] = []
     for part in parts:
-        last = joined[-1] if joined else None
+        last: Any = joined[-1] if joined else None
         if _has_text(last) and _has_text(part):
             apart = redact_text(last["text"], redaction) + redact_text(part["text"], redaction)
             if redact_text(last["text"] + part["text"], redaction) != apart:

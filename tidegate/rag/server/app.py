@@ -41,7 +41,7 @@ def serve(options: RagOptions, listen: Listen) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     sock = bind(listen)
-    run_app(create_app(Retrieval(options, on_failure=end)), sock, listen)
+    run_app(create_app(Retrieval(options, on_failure=end)), sock, listen, keyless=options.api_key is None)
     if failed:
         raise StartError(failed[0])
 
@@ -175,7 +175,8 @@ def _add_routes(app: FastAPI, retrieval: Retrieval, guarded: list[Any]) -> None:
 
     @app.post("/admin/reload", dependencies=guarded)
     async def reload(request: Request) -> dict[str, int]:
-        return {"documents": await retrieval.reload(read_reload(await request.body()))}
+        body = await _read_body(request.receive)
+        return {"documents": await retrieval.reload(read_reload(body or b""))}
 
     @app.get("/info", dependencies=guarded)
     async def info() -> dict[str, Any]:

@@ -110,7 +110,7 @@ def _contents(result: SearchResult) -> str:
 def _check_fields(payload: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in payload:
         if name not in known:
-            raise RetrievalRefused(f"unknown field {name}{did_you_mean(name, known)}")
+            raise RetrievalRefused(f"unknown field {name[:100]}{did_you_mean(name[:100], known)}")
 
 
 def _text(payload: Mapping[str, Any], name: str) -> str:

@@ -10,8 +10,9 @@ import string
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+from tidegate.service.direct.bounds import BoundedProtocol
 from tidegate.service.direct.request import JSON, CompleteRequest, DirectRequest, DirectRoute, Headers
 
 _HEAD = b"HTTP/1."
@@ -54,11 +55,11 @@ class _JoiningTransport:
         return getattr(self._transport, name)
 
 
-class JoiningProtocol(HttpToolsProtocol):
+class JoiningProtocol(BoundedProtocol):
     """For `uvicorn.Config(http=…)`."""
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(_JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(_JoiningTransport(transport, self.loop))
 
 
 class DirectProtocol(JoiningProtocol):
@@ -74,8 +75,6 @@ class DirectProtocol(JoiningProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._within = False
-        """Whether a request has begun to arrive."""
         self._direct: DirectRequest | None = None
         self._last = False
         """The server stops: the response closes the connection."""
@@ -87,19 +86,11 @@ class DirectProtocol(JoiningProtocol):
         """Returns the protocol with these routes."""
         return type("RoutedProtocol", (cls,), {"routes": routes})
 
-    def on_message_begin(self) -> None:
-        self._within = True
-        super().on_message_begin()
-
-    def on_message_complete(self) -> None:
-        self._within = False
-        super().on_message_complete()
-
     def data_received(self, data: bytes) -> None:
         if self._direct is not None:
             self._held += data
             self.flow.pause_reading()  # until the answer
-        elif not self._serve(data):
+        elif self._refused or not self._serve(data):
             super().data_received(data)
 
     def _serve(self, data: bytes) -> bool:
@@ -115,7 +106,9 @@ class DirectProtocol(JoiningProtocol):
         except Exception as error:  # noqa: BLE001 - logged, and answered with 500
             request.fail(error)
             return True
-        if not served:
+        if served:
+            self._head_since = None
+        else:
             self._direct = None
         return served
 
@@ -200,6 +193,18 @@ class DirectProtocol(JoiningProtocol):
             request, self._direct = self._direct, None
             request.disconnect()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        if (request := self._direct) is None:
+            return super().eof_received()
+        if request.begun or request.waits or self._held:
+            return False
+        self._last = True
+        self._await_answer()
+        return True
+
+    def _accepts_interim(self) -> bool:
+        return not self._direct.begun if self._direct is not None else super()._accepts_interim()
 
     def shutdown(self) -> None:
         request = self._direct

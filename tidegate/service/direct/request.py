@@ -13,6 +13,8 @@ log = logging.getLogger("tidegate.service.direct.request")
 
 MAX_REQUEST = 64 * 1024
 """Bytes of a request; longer ones go through ASGI."""
+MAX_HEADERS = 128
+"""Number of a request's headers and trailers."""
 
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -45,8 +47,8 @@ class DirectRequest:
     """A request that is answered once, now or later, on its server's event loop."""
 
     __slots__ = (
-        "_begun", "_connection", "body", "completes", "disconnected", "headers", "on_disconnect", "parameter",
-        "query",
+        "_connection", "begun", "body", "completes", "disconnected", "headers", "on_disconnect", "parameter",
+        "query", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -67,9 +69,12 @@ class DirectRequest:
         """Called if the client disconnects, or the server stops, before the request is answered."""
         self.completes = False
         """Whether a server that stops waits for the answer, instead of ending the request."""
+        self.waits = False
+        """Whether it waits for something that may be given to one that is still there: the response is not
+        sent to a client that has closed its side."""
         self.disconnected = False
         self._connection = connection
-        self._begun = False
+        self.begun = False
 
     def respond(self, status: int, body: bytes, headers: Headers = JSON) -> None:
         """Sends a response, unless the client has disconnected or the request was answered."""
@@ -80,7 +85,7 @@ class DirectRequest:
     def begin(self, status: int, headers: Headers) -> None:
         """Begins a response whose body is sent in parts."""
         if not self.disconnected:
-            self._begun = True
+            self.begun = True
             self._connection.begin(status, headers)
 
     def write(self, data: bytes, *, last: bool) -> None:
@@ -117,7 +122,7 @@ class DirectRequest:
     def fail(self, error: Exception) -> None:
         """Logs an unexpected error and answers with 500, or closes the connection within a response."""
         log.error("a request failed", exc_info=error)
-        if not self._begun:
+        if not self.begun:
             self.respond(500, _FAILED)
         elif not self.disconnected:
             self.disconnected = True
@@ -158,6 +163,7 @@ class CompleteRequest:
             self.headers.get(b"content-length", b"0") == str(length).encode()
             and b"host" in self.headers
             and self.headers.get(b"connection", b"keep-alive").lower() == b"keep-alive"
+            and len(self.headers) <= MAX_HEADERS
             and not any(name.startswith(b"x-forwarded-") or name in _OTHERS for name in self.headers)
         )
 

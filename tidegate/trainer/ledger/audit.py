@@ -104,7 +104,7 @@ def _json_lines(
                 return
             try:
                 content = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 check.report(f"{path.name}, line {number} is damaged: {error}")
                 continue
             yield content

@@ -47,7 +47,7 @@ class LocalRankProcess(OwnedProcess):
 
     def command(self) -> Sequence[str]:
         """Return the command, which prints READY and then reads messages from standard input."""
-        return (sys.executable, "-m", "tidegate.trainer.distributed.rank_main")
+        return (sys.executable, "-P", "-m", "tidegate.trainer.distributed.rank_main")
 
     async def start(self) -> None:
         """Start the process and wait until it reads messages. Raises StartError.
@@ -56,7 +56,7 @@ class LocalRankProcess(OwnedProcess):
         """
         theirs, self._commands = os.pipe()
         os.set_blocking(self._commands, False)
-        wrapper = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+        wrapper = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
         try:
             process = await self._spawn(
                 [*wrapper, *self.command()], stdin=theirs, stdout=asyncio.subprocess.PIPE

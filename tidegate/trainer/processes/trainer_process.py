@@ -40,8 +40,8 @@ class TrainerProcess(OwnedProcess):
 
     async def start(self) -> None:
         """Starts it; it exits when this process exits."""
-        tie = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
-        train = [sys.executable, "-m", "tidegate", "train", str(self._settings), "--resume", "auto"]
+        tie = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
+        train = [sys.executable, "-P", "-m", "tidegate", "train", str(self._settings), "--resume", "auto"]
         fd = self._lock.fd
         variables = {**os.environ, ADMIN_KEY: self._key, INHERITED: str(fd)}
         await self._spawn([*tie, *train], env=variables, pass_fds=[fd])

@@ -8,7 +8,6 @@ security policy allows only the page's own scripts.
 from __future__ import annotations
 
 import inspect
-import ipaddress
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from tidegate.service.local_only import is_loopback
 from tidegate.service.serve import Listen, run_app
 from tidegate.viewer.dashboard import comparison, views
 from tidegate.viewer.dashboard.records import NotFound
@@ -79,13 +79,6 @@ def _empty_app(host: str, page: str) -> FastAPI:
     _refuse(app)
     _serve_page(app, page)
     return app
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _json(value: object, status: int = 200) -> Response:

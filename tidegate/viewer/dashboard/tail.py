@@ -106,6 +106,6 @@ def json_object(line: bytes) -> dict[str, Any] | None:
         # orjson refuses NaN and lone surrogates, which other writers may produce.
         try:
             value = json.loads(line.decode("utf-8", errors="replace"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return value if isinstance(value, dict) else None
