@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_a_gateway_starts_beside_files_of_any_name(folder: Path) -> None:
     """python/cpython#122673, python/cpython#74007"""
     model = make_model_dir(folder / "tiny")
-    gateway = Service("gateway", lambda: ["--model.path", str(model)], folder / "run")
+    gateway = Service("gateway", lambda: ["--model.path", str(model)], folder / "run", host="127.0.0.1")
     try:
         url = await gateway.start()
         async with aiohttp.ClientSession() as http, http.get(f"{url}/health") as health:
