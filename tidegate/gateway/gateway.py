@@ -181,8 +181,7 @@ class Gateway:
         key = new_key(self.options.id_prefix, request.key)
         session = self.sessions.with_key(key)
         if session is None:
-            session = self._new_session(request, key)
-            session.client, session.conversation = client, conversation
+            session = self._new_session(request, key, client, conversation)
             self._write_opened(session)
             self.sessions.add(session)
         if session.opening is not None:
@@ -201,7 +200,9 @@ class Gateway:
         session.opening = self.journal.opened(session)
         session.opening.add_done_callback(written)
 
-    def _new_session(self, request: SessionRequest, key: str) -> GatewaySession:
+    def _new_session(
+        self, request: SessionRequest, key: str, client: str | None, conversation: str | None
+    ) -> GatewaySession:
         options, now = self.options, asyncio.get_running_loop().time()
         deadline_s = options.session_deadline_s if request.deadline_s is None else request.deadline_s
         arguments = fields_of(request) | {
@@ -217,6 +218,8 @@ class Gateway:
             opened=now,
             deadline=now + deadline_s if request.offer_heartbeat_s is None else math.inf,
             number=self.sessions.next_number(),
+            client=client,
+            conversation=conversation,
             **arguments,
         )
 

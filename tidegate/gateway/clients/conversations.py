@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,17 +22,22 @@ from tidegate.gateway.clients.calls import ClientCall, read_call
 from tidegate.gateway.clients.notes import notes_of, received
 from tidegate.gateway.clients.protection import CallRates, check_total
 from tidegate.gateway.dialects.base import Dialect
+from tidegate.gateway.engines.fair_queue import has_room
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
 from tidegate.gateway.turns.request_body import LARGE
+from tidegate.service.backoff import backoff_s
 from tidegate.types import CONVERSATION, Outcome, Task
 
 log = logging.getLogger("tidegate.gateway")
 SWEEP_S = 0.5
+LONGEST_S = 60.0
+"""Longest delay between two tries to end a conversation."""
 MAX_CONVERSATIONS = 10_000
-"""Limit of the conversations that have not ended, of all clients together."""
+"""Limit of the conversations that have not ended, of all clients together; a client below its equal share of
+them may always begin one."""
 Key = tuple[str, object]
 """Client, and what identifies a reply or a conversation among the client's."""
 
@@ -47,6 +53,10 @@ class Conversation:
     indexed: int = 0
     """Number of its turns that the indices have."""
     keys: list[Key] = field(default_factory=list)
+    failures: int = 0
+    """Number of tries to end it that failed."""
+    again: float = 0.0
+    """Time of the next try."""
 
 
 class Conversations:
@@ -55,6 +65,9 @@ class Conversations:
     def __init__(self, gateway: Gateway) -> None:
         self.rates = CallRates()
         self._gateway = gateway
+        gateway.sessions.on_forgotten = self._on_forgotten
+        self._failed: list[str] = []
+        """Why conversations could not be ended in this sweep."""
         self._open: dict[str, Conversation] = {}
         """By session id."""
         self._by_name: dict[Key, Conversation] = {}
@@ -150,9 +163,11 @@ class Conversations:
         return None
 
     async def _begin(self, client: str, call: ClientCall) -> Conversation:
-        if len(self._open) >= MAX_CONVERSATIONS:
+        held = Counter(one.client for one in self._open.values())
+        if not has_room(held, client, MAX_CONVERSATIONS, least=1):
             raise ApiError(
-                f"{len(self._open)} conversations have not ended, which is the limit; try again later",
+                f"{len(self._open)} conversations have not ended, {held[client]} of them of this key, which "
+                "is the limit; try again later",
                 status=429,
                 type="too_many_conversations",
                 code="too_many_conversations",
@@ -292,8 +307,6 @@ class Conversations:
                 f"there is no reply, conversation or group {about!r} of this key"[:300], status=404
             )
         await self._gateway.erase(group_id)
-        for one in [one for one in self._open.values() if one.session.group_id == group_id]:
-            self._forget(one)
         return group_id.rpartition(".")[2]
 
     def _named(self, client: str, about: str) -> Conversation | None:
@@ -334,8 +347,12 @@ class Conversations:
             now = asyncio.get_running_loop().time()
             for conversation in list(self._open.values()):
                 session = conversation.session
-                if not session.calls.running and session.id not in self._ending:
+                due = session.id not in self._ending and now >= conversation.again
+                if due and not session.calls.running:
                     self._end_if_due(conversation, now - conversation.used)
+            if self._failed:  # one line for all: they may be thousands
+                log.error("%d conversations could not be ended yet: %s", len(self._failed), self._failed[0])
+                self._failed.clear()
 
     def _end_if_due(self, conversation: Conversation, idle_s: float) -> None:
         """Start the task that ends a conversation whose time has come."""
@@ -347,14 +364,18 @@ class Conversations:
             return
         task = asyncio.create_task(self._end(conversation, rewarded), name=f"end {session.id}")
         self._ending[session.id] = task
-        task.add_done_callback(lambda done: self._on_ended(session.id, done))
+        task.add_done_callback(lambda done: self._on_ended(conversation, done))
 
-    def _on_ended(self, session_id: str, task: asyncio.Task[None]) -> None:
+    def _on_ended(self, conversation: Conversation, task: asyncio.Task[None]) -> None:
+        session_id = conversation.session.id
         del self._ending[session_id]
-        if task.cancelled() or (error := task.exception()) is None:
+        if task.cancelled() or (error := task.exception()) is None or session_id not in self._open:
             return
         if isinstance(error, GatewayError):  # it is tried again
-            log.error("conversation %s could not be ended: %s", session_id, error)
+            delay_s = backoff_s(conversation.failures, SWEEP_S, LONGEST_S)
+            conversation.again = asyncio.get_running_loop().time() + delay_s
+            conversation.failures += 1
+            self._failed.append(f"{session_id}: {error}")
         else:
             self._gateway.fail(f"the end of conversation {session_id} failed: {error!r}")
 
@@ -366,9 +387,14 @@ class Conversations:
             await self._gateway.seal(session.group_id or "", CONVERSATION, [session.id])
         self._forget(conversation)
 
+    def _on_forgotten(self, session: GatewaySession) -> None:
+        """End a conversation whose session was deleted: its client or the trainer ended its group."""
+        if (conversation := self._open.get(session.id)) is not None:
+            self._forget(conversation)
+
     def _forget(self, conversation: Conversation) -> None:
         if self._open.pop(conversation.session.id, None) is None:
-            return  # it was erased meanwhile
+            return  # it was deleted meanwhile
         self._calling.discard(conversation)
         for key in conversation.keys:
             for index in (self._by_name, self._by_digest):

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tidegate.errors import GatewayError
+from tidegate.gateway.engines.fair_queue import has_room
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.ids import api_key_of, new_finish_key
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.types import Task
+
+MAX_EPISODES = 1024
+"""Limit of a group's episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,8 @@ class ClientGroups:
     """The groups of one gateway's clients. A group's id is the client's name, a dot and the group's name.
 
     A client's groups that have not ended count against `GatewayOptions.max_client_groups`, all clients'
-    together: the gate that the trainer's own groups have in admission.
+    together: the gate that the trainer's own groups have in admission. A client below its equal share may
+    always begin one.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -39,16 +45,22 @@ class ClientGroups:
     ) -> tuple[GatewaySession, str]:
         """Opens an episode of a group, which begins with its first one; returns it with its finish key.
 
-        A repeated request with the same `secret` returns the same episode. Raises GatewayError (429) if too
-        many groups have not ended.
+        A repeated request with the same `secret` returns the same episode. Raises GatewayError: 429 if too
+        many groups have not ended, 409 if the group is a conversation or has too many episodes.
         """
         options, group_id = self._gateway.options, f"{client}.{name}"
         finish_key = secret or new_finish_key()
         members = self._gateway.sessions.of_group(group_id)
-        if not members and (number := self._unended()) >= options.max_client_groups:
+        if members and members[0].conversation is not None:
+            raise GatewayError(f"group {name!r} is a conversation, which has no episodes", status=409)
+        if len(members) >= MAX_EPISODES:
+            raise GatewayError(f"group {name!r} has {len(members)} episodes, which is the limit", status=409)
+        held = self._unended()
+        if not members and not has_room(held, client, options.max_client_groups, least=1):
             raise GatewayError(
-                f"group {name!r} cannot begin: {number} groups of clients have not ended, which is the "
-                "capacity that the staleness bound leaves; try again when one has",
+                f"group {name!r} cannot begin: {held.total()} groups of clients have not ended, "
+                f"{held[client]} of them of this key, which is the capacity that the staleness bound leaves; "
+                "try again when one has",
                 status=429,
             )
         request = SessionRequest(
@@ -63,10 +75,10 @@ class ClientGroups:
         session, _ = await self._gateway.open_session(request, client)
         return session, finish_key
 
-    def _unended(self) -> int:
-        groups = self._gateway.sessions.groups().values()
-        first = [members[0] for members in groups]
-        return sum(session.client is not None and session.conversation is None for session in first)
+    def _unended(self) -> Counter[str]:
+        """Returns the number of groups that have not ended by client."""
+        first = [members[0] for members in self._gateway.sessions.groups().values()]
+        return Counter(one.client for one in first if one.client is not None and one.conversation is None)
 
     async def seal(self, client: str, name: str, session_ids: Sequence[str]) -> None:
         """Offers a group to the trainer, with those of its episodes that are named. Idempotent."""
@@ -97,8 +109,13 @@ class ClientGroups:
         return bool(self._gateway.sessions.of_group(group_id))
 
     async def drop(self, client: str, name: str) -> None:
-        """Ends a group that was not sealed, and its episodes. Idempotent."""
-        group_id = f"{client}.{name}"
-        if self._gateway.groups.get(group_id) is not None:
+        """Ends a group that was not sealed, and its episodes; or a conversation. Idempotent.
+
+        Raises GatewayError: 404 if there was no such group, 409 if it is sealed.
+        """
+        group_id, groups = f"{client}.{name}", self._gateway.groups
+        if groups.get(group_id) is not None:
             raise GatewayError(f"group {name!r} is sealed: the trainer may have leased it", status=409)
+        if not self._known(group_id) and groups.end_reason(group_id) is None:
+            raise GatewayError(f"there is no group {name!r} of this key", status=404)
         await self._gateway.drop(group_id)

@@ -2,7 +2,8 @@
 
 A session stays on one engine while that engine is healthy, because its cache holds the session's prefix. If
 that engine is at capacity and another has a free slot, the call goes there: a prefill is cheaper than a wait.
-Otherwise the call waits in a bounded queue that is fair between sessions. Calls that arrived while no engine
+Otherwise the call waits in a bounded queue that is fair between sessions, and between project keys, whose
+conversations and episodes count as one. Calls that arrived while no engine
 was in rotation wait for any engine, ahead of later calls that wait for a particular one.
 
 Engines with a candidate version serve the sessions that are to sample from it, and no others. Without such
@@ -79,14 +80,18 @@ class Dispatcher:
 
     async def acquire(self, affinity: Affinity, *, fresh: bool = True) -> EngineEndpoint:
         """Wait for a slot on an engine; the caller gives it back with `release`. Raises QueueFullError if the
-        queue is full and the call is `fresh`; a call that was admitted before is never refused."""
+        queue is full and the call is `fresh`, unless fewer calls of its flow wait than the flow's equal
+        share; a call that was admitted before is never refused."""
         assigned = self.assign(affinity)
         free = assigned is not None and assigned.has_free_slot
         engine = assigned if free else self._least_busy(self._takes_candidate(affinity))
         if engine is not None:
             engine.busy += 1
             return engine
-        if fresh and self.waiting >= self._max_waiting:
+        full = self.waiting >= self._max_waiting and not self._tickets.has_room(
+            affinity.flow, self._max_waiting
+        )
+        if fresh and full:
             raise QueueFullError(f"the engine queue is full ({self.waiting} calls wait); retry later")
         ticket = self._tickets.draw(affinity.flow)
         waiter = _Waiter(affinity, ticket, asyncio.get_running_loop().create_future())

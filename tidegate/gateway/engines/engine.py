@@ -123,9 +123,9 @@ class EngineEndpoint:
 
 @dataclass(eq=False, slots=True)
 class Affinity:
-    """The engine of a session, whose cache holds the session's prefix. `flow` is the session id, the unit of
-    fair queueing. `key` is hashed to choose the engine: the group id if there is one, because the slots of a
-    group share a prompt."""
+    """The engine of a session, whose cache holds the session's prefix. `flow` is the unit of fair queueing:
+    the session id, or the project key. `key` is hashed to choose the engine: the group id if there is one,
+    because the slots of a group share a prompt."""
 
     flow: str
     key: str

@@ -7,6 +7,7 @@ precede the second ones, and arrival decides within a round.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from operator import itemgetter
@@ -31,6 +32,20 @@ class _Flow:
     waiting: int = 0
 
 
+def has_room(held: Mapping[str, int], name: str, limit: int, *, least: int = 0) -> bool:
+    """Whether `name` may hold one more: all hold less than the limit together, or it holds less than its
+    equal share. So nobody can take what another one needs; at worst, the limit is exceeded by such shares.
+
+    Args:
+        held: Positive numbers by the name of their holder.
+        name: The holder that wants one more.
+        limit: Limit of all together.
+        least: Share of each holder if the equal one is less.
+    """
+    share = max(least, limit // len({*held, name}))
+    return sum(held.values()) < limit or held.get(name, 0) < share
+
+
 class Tickets:
     """Issues tickets for several queues between which items move."""
 
@@ -39,6 +54,10 @@ class Tickets:
         self._round = 0
         """Highest round served so far; a new flow starts in the next one."""
         self._flows: dict[str, _Flow] = {}
+
+    def has_room(self, flow: str, limit: int) -> bool:
+        """Whether one more item of a flow may wait."""
+        return has_room({name: state.waiting for name, state in self._flows.items()}, flow, limit)
 
     def draw(self, flow: str) -> QueueTicket:
         number = next(self._numbers)

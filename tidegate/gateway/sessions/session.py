@@ -164,7 +164,8 @@ class GatewaySession(SessionRequest):
     """Set when its trajectory is stored or it is deleted."""
 
     def __post_init__(self) -> None:
-        self.affinity = Affinity(self.id, self.group_id or self.id, self.candidate)
+        flow = self.id if self.client is None else f"key {self.client}"
+        self.affinity = Affinity(flow, self.group_id or self.id, self.candidate)
 
     if not TYPE_CHECKING:
 

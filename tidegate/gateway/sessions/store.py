@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
 from tidegate.gateway.errors import wrong_key
 from tidegate.gateway.ids import hash_key
@@ -17,6 +18,8 @@ class SessionStore:
         self._by_key: dict[bytes, GatewaySession] = {}
         self._by_group: dict[str, dict[str, GatewaySession]] = {}
         self._numbers = 0
+        self.on_forgotten: Callable[[GatewaySession], None] = lambda _: None
+        """Called when a session is deleted, for whatever reason."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -75,3 +78,4 @@ class SessionStore:
             members.pop(session.id, None)
             if not members:
                 del self._by_group[session.group_id or ""]
+        self.on_forgotten(session)

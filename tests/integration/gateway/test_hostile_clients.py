@@ -1,0 +1,161 @@
+"""What one project key can take from the others: conversations, groups, places in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from openai import AsyncOpenAI, RateLimitError
+
+from tests.fakes import Fault, Stage, eventually, staged
+from tests.integration.gateway.test_clients import call as group_call
+from tests.integration.gateway.test_conversations import feedback, say, sessions
+from tests.tiny_tokenizer import make_model_dir
+from tidegate.errors import GatewayError
+from tidegate.gateway.clients import conversations, groups
+from tidegate.gateway.engines.engine import PoolOptions
+from tidegate.gateway.project_keys import create_key
+
+EPISODE = {"task_id": "t"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, str]:
+    return {name: create_key(tmp_path / "keys.json", name) for name in ("hostile", "honest")}
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, keys: dict[str, str]) -> AsyncIterator[Stage]:
+    model = make_model_dir(tmp_path / "tiny")
+    pool = PoolOptions(waiting_calls=4, engine_calls=2)
+    options: dict[str, Any] = {"keys": tmp_path / "keys.json", "conversation_idle_s": 0.2, "pool": pool}
+    async with staged(model, journal=tmp_path / "journal", max_client_groups=2, **options) as made:
+        yield made
+
+
+@pytest.fixture
+async def users(stage: Stage, keys: dict[str, str]) -> AsyncIterator[dict[str, AsyncOpenAI]]:
+    made = {
+        name: AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key, max_retries=0)
+        for name, key in keys.items()
+    }
+    yield made
+    for user in made.values():
+        await user.close()
+
+
+@pytest.mark.parametrize("ended_by", ["its client", "the trainer", "the administrator"])
+async def test_a_conversation_whose_session_is_gone_has_ended(
+    stage: Stage,
+    users: dict[str, AsyncOpenAI],
+    keys: dict[str, str],
+    ended_by: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 1)
+    monkeypatch.setattr(conversations, "SWEEP_S", 0.01)
+    reply = await say(users["hostile"], [])
+    group = (await feedback(stage, keys["hostile"], reply.id, "up"))["group"]
+    if ended_by == "its client":
+        async with aiohttp.ClientSession() as http:
+            assert await group_call(http, stage, "DELETE", group, keys["hostile"]) == {}
+    elif ended_by == "the trainer":
+        await stage.client.drop_group(f"hostile.{group}", 1)
+    else:
+        await stage.client.delete_session(sessions(stage)[0].id)
+    assert (await feedback(stage, keys["hostile"], reply.id, "up"))[0] == 404
+    again = await say(users["hostile"], [])  # there is room
+    assert sessions(stage)[0].tree.nodes[0].request.id in again.id
+    assert "could not be ended" not in caplog.text
+
+
+async def test_an_end_that_fails_is_tried_less_and_less_often_and_logged_once_for_all(
+    stage: Stage,
+    users: dict[str, AsyncOpenAI],
+    keys: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tries: list[str] = []
+
+    async def refused(session_id: str, *_: object, **__: object) -> None:
+        tries.append(session_id)
+        raise GatewayError("the disk is full", status=503)
+
+    monkeypatch.setattr(conversations, "SWEEP_S", 0.01)
+    monkeypatch.setattr(conversations, "backoff_s", lambda failures, *_: 0.0 if failures < 3 else 1e6)
+    monkeypatch.setattr(stage.gateway, "finish", refused)
+    for _ in range(5):
+        reply = await say(users["hostile"], [])
+        await feedback(stage, keys["hostile"], reply.id, "up")
+    with caplog.at_level(logging.ERROR):
+        await eventually(lambda: len(tries) == 20)
+    assert all(tries.count(one.id) == 4 for one in sessions(stage))
+    lines = [line for line in caplog.messages if "could not be ended yet" in line]
+    assert len(lines) < 20
+    assert lines[0].endswith("the disk is full")
+
+
+async def test_a_key_cannot_take_all_conversations(
+    users: dict[str, AsyncOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_CONVERSATIONS", 4)
+    for _ in range(4):
+        await say(users["hostile"], [])
+    with pytest.raises(RateLimitError, match="4 conversations have not ended, 4 of them of this key"):
+        await say(users["hostile"], [])
+    for _ in range(2):  # its equal share
+        await say(users["honest"], [])
+    with pytest.raises(RateLimitError):
+        await say(users["honest"], [])
+
+
+async def test_a_key_cannot_take_all_groups_nor_all_episodes(
+    stage: Stage, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "MAX_EPISODES", 3)
+    async with aiohttp.ClientSession() as http:
+
+        async def opened(key: str, group: str) -> Any:
+            row = await group_call(http, stage, "POST", f"{group}/episodes", keys[key], EPISODE)
+            return row if isinstance(row, tuple) else 200
+
+        assert [await opened("hostile", name) for name in ("a", "b")] == [200, 200]
+        status, why = await opened("hostile", "c")
+        assert (status, "2 groups of clients have not ended, 2 of them of this key" in why) == (429, True)
+        assert await opened("honest", "a") == 200
+        assert (await opened("honest", "b"))[0] == 429
+        assert [await opened("hostile", "a") for _ in range(2)] == [200, 200]
+        assert await opened("hostile", "a") == (409, "group 'a' has 3 episodes, which is the limit")
+
+
+async def test_a_conversation_takes_no_episodes(
+    stage: Stage, users: dict[str, AsyncOpenAI], keys: dict[str, str]
+) -> None:
+    await say(users["hostile"], [])
+    name = (sessions(stage)[0].group_id or "").rpartition(".")[2]
+    async with aiohttp.ClientSession() as http:
+        refusal = await group_call(http, stage, "POST", f"{name}/episodes", keys["hostile"], EPISODE)
+    assert refusal == (409, f"group '{name}' is a conversation, which has no episodes")
+
+
+async def test_a_key_that_fills_the_queue_keeps_nobody_out(
+    stage: Stage, users: dict[str, AsyncOpenAI]
+) -> None:
+    engine = stage.engine
+    engine.faults.extend([Fault("hold")] * 1000)
+    flood = [asyncio.create_task(say(users["hostile"], [])) for _ in range(10)]
+    await eventually(lambda: sum(one.done() for one in flood) == 4)  # refused: the queue has four places
+    mine = asyncio.create_task(say(users["honest"], []))
+    await eventually(lambda: stage.gateway.pool.waiting == 5)
+    engine.faults.clear()
+    engine.release()
+    assert (await mine).choices
+    done = await asyncio.gather(*flood, return_exceptions=True)
+    assert sum(isinstance(one, Exception) for one in done) == 4
