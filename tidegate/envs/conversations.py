@@ -78,6 +78,7 @@ class ConversationRewards(Environment):
         if not (parts or trajectory.reward_parts or turns):
             raise UnrewardedError("there is no feedback, and every reward function returned None")
         reward = sum(parts.values()) + sum(trajectory.reward_parts.values())
+        finite("the sum of the conversation's rewards", reward + turns)
         if self.limits is not None and not self.limits[0] <= reward + turns <= self.limits[1]:
             raise RewardError(
                 f"the conversation's rewards add up to {reward + turns:g}, which is outside "

@@ -38,8 +38,8 @@ class GatewayOptions:
     """Time after the last call or feedback at which a conversation with feedback ends."""
     feedback_window_s: float = 3600.0
     """Time after the last call at which a conversation without feedback ends."""
-    reward_range: tuple[float, float] | None = None
-    """Least and largest reward that a client may give; None: any."""
+    reward_range: tuple[float, float] = (-1000.0, 1000.0)
+    """Least and largest reward that a client may give."""
     redact: Redaction | None = None
     """Redacts the texts of requests before anything is recorded."""
     tool_parser: str = "auto"

@@ -127,8 +127,8 @@ class ServedGateway(SettingsSection):
     """Functions `file.py:name` that score a client's conversation when it ends; their values are added to its
     feedback. If any are set, a conversation ends after
     `conversation_idle_s` even without feedback."""
-    reward_range: tuple[float, float] | None = None
-    """Least and largest reward that a client may give, such as [0, 1]; others are refused. None: any."""
+    reward_range: tuple[float, float] = (-1000.0, 1000.0)
+    """Least and largest reward that a client may give, such as [0, 1]; others are refused."""
     tracing: bool = False
     """Sends an OpenTelemetry span per episode, turn and tool call, by OTLP over HTTP. Environment variables
     such as OTEL_EXPORTER_OTLP_ENDPOINT name the collector."""
@@ -137,7 +137,7 @@ class ServedGateway(SettingsSection):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if self.reward_range is not None and not self.reward_range[0] < self.reward_range[1]:
+        if not self.reward_range[0] < self.reward_range[1]:
             raise ValueError(f"reward_range = {list(self.reward_range)}: the first number must be smaller")
         return self
 

@@ -159,3 +159,23 @@ async def test_a_key_that_fills_the_queue_keeps_nobody_out(
     assert (await mine).choices
     done = await asyncio.gather(*flood, return_exceptions=True)
     assert sum(isinstance(one, Exception) for one in done) == 4
+
+
+async def test_rewards_of_keys_are_bounded_without_any_setting(
+    stage: Stage, users: dict[str, AsyncOpenAI], keys: dict[str, str]
+) -> None:
+    reply = await say(users["hostile"], [])
+    for value in (1e308, -1e200, 1001):
+        status, why = await feedback(stage, keys["hostile"], reply.id, value)
+        assert (status, "is outside gateway.reward_range = [-1000, 1000]" in why) == (400, True), why
+    await feedback(stage, keys["hostile"], reply.id, 900)
+    for more in ({"name": "b"}, {"name": "b", "reply_only": True}):
+        assert (await feedback(stage, keys["hostile"], reply.id, 900, **more))[0] == 400, "the sum"
+    async with aiohttp.ClientSession() as http:
+        row: Any = await group_call(http, stage, "POST", "g/episodes", keys["hostile"], EPISODE)
+        for value in (1e308, -1e200):
+            headers = {"Authorization": f"Bearer {row['finish_key']}"}
+            url = f"{stage.url}/s/{row['episode']}/finish"
+            async with http.post(url, json={"reward": value}, headers=headers) as response:
+                assert response.status == 400
+                assert "is outside gateway.reward_range" in (await response.json())["error"]["message"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import orjson
 import pytest
 
@@ -313,3 +314,36 @@ async def test_a_skipped_step_leaves_the_running_means_of_keys_as_they_were(tmp_
         await loop.run()
     trained = "two groups of two, with rewards 0 and 1"
     assert cast(BaselineCredit, loop.credit).means.state() == {"t": [4.0, 0.5]}, trained
+
+
+@pytest.mark.parametrize("scale", ["none", "batch"])
+@pytest.mark.parametrize("baseline", ["group", "batch", "key"])
+async def test_a_reward_that_no_float_holds_drops_its_group_alone_and_says_so(
+    tmp_path: Path, scale: str, baseline: str
+) -> None:
+    loop, hands, book = looped(tmp_path, steps=2, advantage_scale=scale, baseline=baseline)
+    hands.ready.set()
+    lease, told, advantages = hands.lease, [], []
+
+    async def with_a_culprit(*arguments: Any) -> list[Group]:
+        groups = await lease(*arguments)
+        for group in groups:
+            if group.id.endswith("2"):
+                group.trajectories[0].reward = group.trajectories[1].reward = 1e308
+                group.trajectories[1].turns[0].reward = -1e308
+        return groups
+
+    async def ack(epoch: int, lease_id: str, *how: Any) -> None:
+        told.append((lease_id, *how))
+
+    def backward(rows: Sequence[TrainingSequence], version: int) -> None:
+        advantages.extend(float(one) for row in rows for one in np.ravel(row.advantages))
+
+    hands.lease, hands.ack, hands.backward = with_a_culprit, ack, backward  # type: ignore[method-assign]
+    await asyncio.wait_for(loop.run(), LIMIT_S)
+    assert np.isfinite(advantages).all()
+    assert np.any(advantages)
+    filtered = [one for one in told if one[1] == "filtered"]
+    assert [one[0][-1] for one in filtered] == ["2"]
+    assert "add up to" in filtered[0][2]
+    assert sum(one.get("state") == "stepped" for one in book) >= 2

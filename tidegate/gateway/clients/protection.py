@@ -48,17 +48,18 @@ class CallRates:
         self._buckets[key.name] = left - 1, now
 
 
-def check_reward(value: object, limits: tuple[float, float] | None) -> None:
+def check_reward(value: object, limits: tuple[float, float]) -> None:
     """Raises GatewayError (400) if a client's reward is outside the declared range."""
-    if limits is not None and isinstance(value, int | float) and not limits[0] <= value <= limits[1]:
+    if isinstance(value, int | float) and not limits[0] <= value <= limits[1]:
+        shown = f"{value:g}" if isinstance(value, float) else f"{value}"[:40]  # no float holds some integers
         raise GatewayError(
-            f"the reward {value:g} is outside gateway.reward_range = [{limits[0]:g}, {limits[1]:g}]",
+            f"the reward {shown} is outside gateway.reward_range = [{limits[0]:g}, {limits[1]:g}]",
             status=400,
         )
 
 
 def check_total(
-    session: GatewaySession, name: str, value: float, turn: int | None, limits: tuple[float, float] | None
+    session: GatewaySession, name: str, value: float, turn: int | None, limits: tuple[float, float]
 ) -> None:
     """Raises GatewayError (400) if a further reward makes a session's total leave the declared range.
 

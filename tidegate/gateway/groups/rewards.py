@@ -54,15 +54,17 @@ class Scorer:
             if agent_reward is not None:
                 trajectory.agent_reward = finite("the agent's reward", agent_reward)
             elif posted:
-                trajectory.agent_reward = sum(posted.values())
+                trajectory.agent_reward = finite("the sum of the rewards", sum(posted.values()))
             if trajectory.outcome.trainable:
                 trajectory.reward_parts = dict(posted)
                 await self._reward(trajectory, task, once)
+                sizes = [abs(trajectory.reward or 0.0), *(abs(turn.reward) for turn in trajectory.turns)]
+                finite("the sum of the episode's and its turns' rewards", sum(sizes))
         except (RewardError, EpisodeLostError) as error:
             trajectory.metrics |= error.metrics if isinstance(error, RewardError) else {}
             if trajectory.outcome.trainable:
                 trajectory.outcome = _outcome(error)
-                trajectory.error = str(error)
+                trajectory.error, trajectory.reward = str(error), None
 
     async def _reward(self, trajectory: Trajectory, task: Task | None, once: bool) -> None:
         if self._environments is not None and self.scores(trajectory.env):

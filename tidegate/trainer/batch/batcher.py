@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase
-from tidegate.trainer.batch.credit import Advantage
+from tidegate.trainer.batch.credit import Advantage, faulty_reward
 from tidegate.trainer.batch.group_filter import GroupFilter
-from tidegate.trainer.batch.rows import TrainingSequence, rows_of
+from tidegate.trainer.batch.rows import TrainingSequence, is_trained, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.types import Group
@@ -96,6 +96,12 @@ class GroupScorer(Protocol):
     def drop(self, group_id: str) -> None: ...
     async def finish(self, groups: Collection[str]) -> float:
         """Wait until the groups are scored; returns the seconds waited."""
+
+
+def _filtered_because(group: Group) -> str:
+    if any(is_trained(turn) for trajectory in group.trajectories for turn in trajectory.turns):
+        return "its rewards are all equal (trainer.dynamic_sampling), or its episodes were cut and are masked"
+    return "none of its tokens is to be trained on"
 
 
 async def _unrecorded(group: Group, refusal: str | None) -> None: ...
@@ -188,14 +194,15 @@ class Batcher:
         self.last_progress = time.monotonic()
         if not await self._admit(group):
             return None
-        trainable = self.should_train(group)
+        faulty = faulty_reward(group)
+        trainable = faulty is None and self.should_train(group)
         if not trainable or (self.own_filter is not None and not await self.own_filter.keeps(group)):
             if group.id not in self.admission.groups:  # its client withdrew it during the call of the filter
                 return None
             self._groups[group.id] = group
-            why = self.own_filter.use if trainable and self.own_filter is not None else None
+            why = self.own_filter.use if trainable and self.own_filter is not None else faulty
             self.admission.filter_group(group.id, cut=all(one.cut() for one in group.trajectories), why=why)
-            return await self._drop(group.id, State.FILTERED)
+            return await self._drop(group.id, State.FILTERED, why=why or _filtered_because(group))
         self.add(group)
         return None
 
@@ -223,7 +230,9 @@ class Batcher:
         admission.lease(group.id, group.oldest_version(), group.newest_version(), group.solved())
         return True
 
-    async def _drop(self, group_id: str, state: State, *, save: bool = True) -> tuple[Group, State]:
+    async def _drop(
+        self, group_id: str, state: State, *, save: bool = True, why: str | None = None
+    ) -> tuple[Group, State]:
         self.on_freed()
         group = self._groups.pop(group_id)
         self._leased_at.pop(group_id, None)
@@ -233,7 +242,7 @@ class Batcher:
         self.tokens.record_wasted(sampled, state, len(group.trajectories))
         if save:
             await self.save(group, state)
-        await self._ack(group, state)
+        await self._ack(group, state, why)
         return group, state
 
     async def withdraw(self, groups: Collection[str]) -> None:
@@ -244,9 +253,8 @@ class Batcher:
                 self.admission.filter_group(group_id)
                 await self._drop(group_id, State.FILTERED, save=False)
 
-    async def _ack(self, group: Group, state: State, step: int | None = None) -> None:
+    async def _ack(self, group: Group, state: State, why: str | None = None) -> None:
         if group.lease_id:
-            why = None if step is None else f"step {step}"
             await self.gateway.ack(self.admission.epoch, group.lease_id, state, why)
 
     def record_step(self, batch: Batch, step: int) -> None:
@@ -259,7 +267,7 @@ class Batcher:
     async def end_trained(self, batch: Batch, step: int) -> None:
         """Acknowledge a recorded step's groups to the gateway, and end those without an optimiser step."""
         for group in batch.groups:
-            await self._ack(group, State.STEPPED, step)
+            await self._ack(group, State.STEPPED, f"step {step}")
         await self.end_untrained(batch, saved=True)
 
     async def end_untrained(self, batch: Batch, *, saved: bool = False) -> None:
@@ -271,6 +279,7 @@ class Batcher:
         """
         for group_id in batch.untrained:
             self.admission.filter_group(group_id)
-            await self._drop(group_id, State.FILTERED, save=not saved)
+            why = "the loss or gradient of its step was not finite"
+            await self._drop(group_id, State.FILTERED, save=not saved, why=why)
         if not saved:  # no step has counted them
             self._dropped += batch.dropped

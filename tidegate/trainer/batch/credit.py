@@ -25,6 +25,18 @@ Advantage = float | list[float] | None
 CreditAssignment = Callable[[Sequence[Group]], list[list[Advantage]]]
 """Groups of a batch → advantages of their trajectories, by group."""
 
+MAX_RETURN = 1e15
+"""Squares of larger returns exceed float32, and make every advantage of their batch NaN or 0."""
+
+
+def faulty_reward(group: Group) -> str | None:
+    """Return which reward of a group cannot be trained on, None if all can: a batch has none of these."""
+    for trajectory in group.trajectories:
+        size = abs(trajectory.reward or 0.0) + sum(abs(turn.reward) for turn in trajectory.turns)
+        if not size <= MAX_RETURN:
+            return f"the rewards of episode {trajectory.session_id} add up to {size:g}, beyond {MAX_RETURN:g}"
+    return None
+
 
 @dataclass(frozen=True, slots=True)
 class BaselineCredit:
