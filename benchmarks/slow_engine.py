@@ -64,7 +64,7 @@ def train(name: str, rate: float, steps: int, directory: Path, overrides: Sequen
     server = SlowServer(rate, directory)
     server.start()
     settings = [
-        f"--model.path={TINY_BASE}", "--env.use=arithmetic", "--agent.use=chat", f"--trainer.steps={steps}",
+        f"--model.path={TINY_BASE}", "--env.use=arithmetic", "--agent.use=solver", f"--trainer.steps={steps}",
         f"--engine.urls={json.dumps([server.url])}", f"--run.dir={directory}", "--run.name=run",
         "--run.live_view=false", "--eval.first=false", "--eval.last=false", "--eval.every=0", *overrides,
     ]  # fmt: skip

@@ -442,7 +442,7 @@ def test_the_command_without_arguments_has_no_finding(tmp_path: Path) -> None:
     assert said["ok"] is True
     assert {one["check"] for one in said["findings"]} == {
         "install", "port", "model", "template", "environment", "rewards", "engine", "gateway", "agent",
-        "episode",
+        "episode", "speed",
     }  # fmt: skip
     assert list(tmp_path.glob("tidegate-doctor-*")) == []  # nothing is left behind
 

@@ -54,6 +54,7 @@ ALLOWED = {
     "plan": {
         "engine.options",
         "trainer.cluster.placement",
+        "trainer.forecast",
         "trainer.processes.servers",
     },
     "scaffold": set(),
@@ -88,6 +89,7 @@ ALLOWED = {
         "gateway.errors",
         "gateway.rendering.renderer",
         "gateway.parsing.tool_calls",
+        "trainer.forecast",
         "trainer.processes.servers",
         "trainer.processes.launcher",
         "trainer.processes.agents",

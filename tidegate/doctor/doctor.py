@@ -7,12 +7,13 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from tidegate.config import Settings
 from tidegate.doctor.engine import check_engine
 from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
-from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok
+from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok, warning
 from tidegate.doctor.install import check_install, check_port
 from tidegate.doctor.judge import check_judge
 from tidegate.doctor.model import check_model
@@ -25,6 +26,7 @@ from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.settings.judge import JudgeSettings
+from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.provider import GatewayAccess
@@ -136,6 +138,7 @@ class Examination:
         if agents is None:
             self._skip("episode", "the agent could not start")
             return
+        lengths = []
         for number, task in enumerate(first_tasks(environment, self.episodes)):
             try:
                 running = run_episode(self.settings, gateway, task, f"episode-{number}")
@@ -144,6 +147,12 @@ class Examination:
                 self._report([error("episode", "episode_failed", f"the episode could not be run: {failure}")])
                 return
             self._report(judge_episode(episode, self.settings, renderer))
+            lengths.append(episode.trajectory.sampled_tokens())
+        rate = await measure_rate(urls, episodes_at_a_time(self.settings))
+        if rate and any(lengths):
+            length = fmean(lengths)
+            self._report([ok("speed", forecast(self.settings, rate, length))])
+            self._report([warning("speed", "slow", *told) for told in advice(self.settings, rate, length)])
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
         key = admin_key(self.settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, reada
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
+from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
 
 MASK = "…"
@@ -35,6 +37,8 @@ def describe(
         *_placement(settings, cluster),
         "\n# Memory",
         *_memory(settings),
+        "\n# Speed",
+        *_speed(settings),
     ]
     missing = [*_missing_files(settings), *_run_directory(settings, resume, fresh)]
     if missing:
@@ -110,6 +114,19 @@ def _memory(settings: Settings) -> Iterator[str]:
         total = sum(item.size for item in items if item.device == device)
         yield f"{'total on ' + device:<21}{readable(total):>9}{_physical(device)}"
     yield from map(_line, disk_plan(settings, shape))
+
+
+def _speed(settings: Settings) -> Iterator[str]:
+    """Yields the times of steps and evaluations, as measured on engines that run already."""
+    if not settings.engine.urls:
+        yield "unknown, as no engine runs yet: tidegate doctor measures it, and so does the run's start"
+        return
+    rate = asyncio.run(measure_rate(settings.engine.urls, episodes_at_a_time(settings)))
+    if not rate:
+        yield f"unknown, as an engine does not respond: engine.urls = {', '.join(settings.engine.urls)}"
+        return
+    yield forecast(settings, rate)
+    yield from (f"if replies are so long: {text}; {fix}" for text, fix in advice(settings, rate))
 
 
 def _line(item: Item) -> str:

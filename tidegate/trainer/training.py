@@ -22,6 +22,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.end import how_failed
 from tidegate.trainer.evaluations import RunEvaluations
+from tidegate.trainer.forecast import episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -179,6 +180,11 @@ class Training:
         if self.settings.engine.urls:
             await self.publisher.update_all()
         await self.publisher.check_samples()
+        if not self._by_clients and (urls := self.publisher.engines()):
+            rate = await measure_rate(urls, episodes_at_a_time(self.settings))
+            if rate:
+                self.admission.pace.measured(rate)
+                self.observer.note(forecast(self.settings, rate))
         if self.promotion is not None and self.start.checkpoint is None:
             await self._checkpoint(0)  # to which the first version may be rolled back
         timeout_s = self.settings.stall_timeout_s

@@ -200,11 +200,16 @@ class GatewaySession(SessionRequest):
 
     def waits(self, now: float) -> SlowWait | None:
         """Returns the wait of the running call that began first, if engines serve; else that of the last one
-        which ended without a reply."""
+        which ended without a reply, or of all replies if they took half of the time until the deadline."""
         for call in sorted(self.calls.running, key=lambda call: call.ordinal):
             if (load := call.engine_request.load()) is not None:
                 self.note_slow(load, now - (time.time() - call.started))
                 break
+        spent_s = sum(node.turn.seconds for node in self.tree.nodes)
+        if self.slow is None and spent_s >= (self.deadline - self.opened) / 2:
+            tokens = self.tree.sampled_tokens
+            text = f"its replies took {spent_s:.3g} s for {tokens} tokens: {tokens / spent_s:.3g} tokens/s"
+            return SlowWait(text, spent_s, given_up=False)
         return self.slow
 
     def forget_failures(self) -> None:
