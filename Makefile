@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -19,7 +19,10 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-demo: install    ## watch a small model learn to use a calculator, in minutes
+demo: install    ## watch a real language model learn to sort words, in minutes (fetches 93 MB)
+	@$(BIN)/python examples/words/demo.py
+
+demo-tiny: install  ## watch a tiny model learn to use a calculator, in minutes; nothing is fetched
 	@$(BIN)/tidegate train examples/demo/config.toml --fresh
 
 demo-search: install  ## watch a small model learn to search, against a real retrieval server, in minutes

@@ -45,7 +45,7 @@ class Card:
 
 
 CARDS = (
-    Card("demo", "demo", "demo", 0.85),
+    Card("demo", "demo-tiny", "demo", 0.85),
     Card("search", "demo-search", "demo-search", 0.85),
     Card("service", "demo-service", "demo-service", 0.75),
     Card("shell", "demo-shell", "demo-shell", 0.75),
