@@ -127,7 +127,7 @@ async def test_an_error_has_its_structured_reason(tmp_path: Path) -> None:
 
 
 async def test_tools_with_names_that_models_cannot_be_given(tmp_path: Path) -> None:
-    """anthropics/claude-code#24785: the protocol allows dots and slashes, the APIs of models do not"""
+    """openai/codex#8174, xorbitsai/xagent#1340, defilantech/LLMKube#1525: the protocol allows dots"""
     names = ["fs.read", "fs/read", "fs_read", "é" * 3, "x" * 100, "x" * 101]
     environment = load(tmp_path, [names], tools=names)
     offered = [tool.name for tool in environment.tools()]

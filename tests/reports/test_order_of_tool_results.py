@@ -140,13 +140,13 @@ async def test_outputs_for_a_previous_response_take_the_order_of_its_calls(stage
     ],
 )
 def test_results_exchange_their_places(sent: list[Any], ordered: list[Any]) -> None:
-    """modelscope/ms-swift#10174"""
+    """modelscope/ms-swift#10174, mnfst/llm-gateway#2858"""
     assert in_call_order(sent) == ordered
     assert in_call_order(ordered) is ordered
 
 
 def test_demonstrations_have_their_results_in_the_order_of_the_calls(tmp_path: Path) -> None:
-    """modelscope/ms-swift#10174"""
+    """modelscope/ms-swift#10174, THUDM/slime#2263: the results are one turn, as the template writes them"""
     renderer = Renderer(make_tokenizer("qwen3"))
     rows = []
     for order in ("AB", "BA"):
@@ -155,3 +155,7 @@ def test_demonstrations_have_their_results_in_the_order_of_the_calls(tmp_path: P
         [demonstration] = read_chats(tmp_path / "chats.jsonl", renderer, "all")
         rows.append([row.ids.tolist() for row in demonstration.rows])
     assert rows[0] == rows[1]
+    [[ids]] = rows[:1]
+    text = renderer.codec.decode_all(ids)
+    assert text.count("<|im_start|>user") == 2  # the question, and both results together
+    assert text.index("rain in A") < text.index("rain in B")

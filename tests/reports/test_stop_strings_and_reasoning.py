@@ -137,3 +137,22 @@ def test_the_search_for_stop_strings_is_exact_at_every_cut() -> None:
         found = [search(ids[:end]) for end in range(size, len(ids) + size, size)]
         ends |= {end for end in found if end is not None}
     assert [renderer.decode(ids[:end]) for end in ends] == ["<think>Question: a</think>\n\nb Question:"]
+
+
+@pytest.mark.parametrize("stop", ["own fox", "\nUser:", "🍎🍎", "D"])
+@pytest.mark.parametrize("thought", ["", "<think>own fox\nUser: 🍎🍎 D</think>"])
+async def test_no_part_of_a_stop_string_is_streamed(stage: Stage, stop: str, thought: str) -> None:
+    """vllm-project/vllm#3574, SharpAI/SwiftLM#126, mzau/mlx-knife#68, ggml-org/llama.cpp#9867 and
+    smg-project/smg#2203: stop strings of several tokens, and beginnings of one that do not become one"""
+    _, llm = await opened(stage)
+    answer = f"So {stop[:-1]} it is {stop[:-1]}"
+    stage.say(f"{thought}{answer}{stop}{stop} more")
+    chunks = await llm.chat.completions.create(model="m", messages=ASK, stop=stop, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+    first = f"{answer}{stop}".find(stop)
+    assert text == f"{answer}{stop}"[:first]
+    stage.say(f"{thought}{answer} end")
+    chunks = await llm.chat.completions.create(model="m", messages=[*ASK, *ASK], stop=stop, stream=True)
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+    whole = f"{answer} end"
+    assert text == whole.partition(stop)[0]
