@@ -17,6 +17,8 @@ CALL_S = 30.0
 POLL_S = 30.0
 """Seconds for which one request waits for the end of a group."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 5.0
+_GAP_S = 30.0
+"""Failures with longer gaps between them are of several outages."""
 
 
 class ClientCalls(HttpClient):
@@ -29,6 +31,9 @@ class ClientCalls(HttpClient):
         self._capacity_s = capacity_s
         self._closed = False
         self._openai: AsyncOpenAI | None = None
+        self._lost_at: float | None = None
+        """When the calls began to fail, of all groups together: they wait once, and not in turn."""
+        self._failed_at = 0.0
 
     def openai(self) -> AsyncOpenAI:
         """Returns a client from which those of episodes are derived: making one takes 20 ms of CPU."""
@@ -47,7 +52,7 @@ class ClientCalls(HttpClient):
         """Returns the response. Raises GatewayError if it is refused, or fails until the deadline."""
         data = None if body is None else json.dumps(body).encode()
         time = asyncio.get_running_loop().time
-        began = answered = time()
+        began = time()
         failures = 0
         while True:
             if self._closed:
@@ -56,15 +61,26 @@ class ClientCalls(HttpClient):
                 async with asyncio.timeout(CALL_S + POLL_S):
                     status, content = await self._send(method, self._url + path, data, key)
                 if status < 400:
+                    self._lost_at = None
                     return json.loads(content)
                 shown = error_in(content).get("message") or content[:200].decode(errors="replace")
                 refusal = GatewayError(f"status {status}: {shown}", status=status)
                 again = status in (429, 502, 503, 504)
-                answered = time() if status == 429 else answered
+                if status < 500:
+                    self._lost_at = None
             except (aiohttp.ClientError, OSError) as error:  # OSError: also a TimeoutError
                 refusal, again = GatewayError(f"no response from the gateway at {self._url}: {error!r}"), True
-            lost_s, waited_s = time() - answered, time() - began
+            lost_s, waited_s = self._lost_s(refusal.status, time()), time() - began
             if not again or lost_s > self.timeout_s or waited_s > self.timeout_s + self._capacity_s:
                 raise refusal
             await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
             failures += 1
+
+    def _lost_s(self, status: int, now: float) -> float:
+        """Returns the seconds since when no call of the client was answered, after a call that failed."""
+        if 0 < status < 500:
+            return 0.0
+        if self._lost_at is None or now - self._failed_at > _GAP_S:
+            self._lost_at = now
+        self._failed_at = now
+        return now - self._lost_at

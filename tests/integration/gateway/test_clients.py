@@ -341,3 +341,10 @@ async def test_a_cancelled_group_ends_soon_though_the_gateway_is_gone(stage: Sta
     await client.close()
     with pytest.raises(GatewayError, match="the client is closed"):
         await formed(client)
+
+
+async def test_all_groups_that_wait_fail_together_once_the_gateway_is_gone(key: str) -> None:
+    async with Client("http://127.0.0.1:9", key, timeout_s=1.0) as client:
+        async with asyncio.timeout(10):  # one wait for all: fifteen would take more than fifteen seconds
+            failed = await asyncio.gather(*(formed(client) for _ in range(15)), return_exceptions=True)
+    assert all("no response from the gateway at http://127.0.0.1:9" in str(one) for one in failed)
