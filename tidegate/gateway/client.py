@@ -237,8 +237,12 @@ class GatewayClient(ControlCalls):
         return [GroupRow(**row) for row in (await self._json("GET", "/groups"))["groups"]]
 
     async def erased_groups(self) -> list[str]:
-        """Returns the ids of the groups that clients erased; the gateway keeps the newest ones."""
+        """Returns the ids of the groups that clients erased, at least all unacknowledged ones."""
         return list((await self._json("GET", "/groups/erased"))["groups"])
+
+    async def acknowledge_erasures(self, groups: Sequence[str]) -> None:
+        """Tells the gateway that the run's files have these groups no more."""
+        await self._json("POST", "/groups/erased", {"groups": list(groups)})
 
     async def begin_epoch(self, epoch: int) -> None:
         """Announces a trainer: leases of older trainers are released and their sessions cancelled.

@@ -11,9 +11,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.fakes import Stage, eventually, staged
+from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_conversations import feedback, say, sessions
 from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
+from tidegate.gateway.groups import store
+from tidegate.gateway.journal import sqlite
 from tidegate.gateway.project_keys import create_key
 
 SECRET = "a secret of anna"
@@ -106,3 +109,39 @@ async def test_an_erasure_outlives_a_kill(
     async with staged(tmp_path / "tiny", journal=copy, keys=tmp_path / "keys.json") as after:
         assert await after.client.erased_groups() == [f"me.{group}"]
         assert sessions(after) == []
+
+
+async def test_an_erasure_is_kept_until_a_trainer_has_carried_it_out(
+    stage: Stage, user: AsyncOpenAI, keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "REMEMBERED", 2)
+    monkeypatch.setattr(sqlite, "_FORGET_ENDED", (sqlite._FORGET_ENDED[0], [(2,)]))
+    reply = await say(user, [], SECRET)
+    group = await erase(stage, keys["me"], reply.id)
+    async with aiohttp.ClientSession() as http:
+        for number in range(6):  # another key's names, that never existed and that did
+            assert (await group_call(http, stage, "DELETE", f"no{number}", keys["you"]))[0] == 404
+            await group_call(http, stage, "POST", f"g{number}/episodes", keys["you"], {"task_id": "t"})
+            assert await group_call(http, stage, "DELETE", f"g{number}", keys["you"]) == {}
+    assert await stage.client.erased_groups() == [f"me.{group}"]
+    assert await erase(stage, keys["me"], group) == group, "repeated"
+    copy = killed(tmp_path, "before")
+    async with staged(tmp_path / "tiny", journal=copy, keys=tmp_path / "keys.json") as after:
+        assert await after.client.erased_groups() == [f"me.{group}"]
+        await after.client.acknowledge_erasures([f"me.{group}", "unknown"])
+        assert after.gateway.groups._erasures == {}
+    async with staged(tmp_path / "tiny", journal=copy, keys=tmp_path / "keys.json") as after:
+        assert after.gateway.groups._erasures == {}
+
+
+async def test_erasures_that_no_trainer_reads_are_bounded_for_each_key(
+    stage: Stage, user: AsyncOpenAI, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "REMEMBERED", 1)
+    for expected in (str, int):
+        reply = await say(user, [], SECRET)
+        assert isinstance(answer := await erase(stage, keys["me"], reply.id), expected)
+    assert answer == 429
+    async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=keys["you"], max_retries=0) as other:
+        reply = await say(other, [], SECRET)
+    assert isinstance(await erase(stage, keys["you"], reply.id), str)

@@ -52,6 +52,8 @@ class GroupStore:
         self._entries: dict[str, StoredGroup] = {}
         self._leases: dict[str, StoredGroup] = {}
         self._ended_leases, self._ended_groups = _Recent(), _Recent()
+        self._erasures: dict[str, None] = {}
+        """Erased groups that no trainer has acknowledged: they are kept, whatever else ends."""
         self._last_order = 0
         self._changing = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -64,6 +66,7 @@ class GroupStore:
         self._leases = {entry.lease_id: entry for entry in recovered.entries if entry.lease_id is not None}
         self._ended_leases.update(recovered.ended_leases)
         self._ended_groups.update(recovered.ended_groups)
+        self._erasures = dict.fromkeys(recovered.erasures)
         self._last_order, self.epoch = recovered.last_order, recovered.epoch
 
     def get(self, group_id: str) -> StoredGroup | None:
@@ -74,7 +77,7 @@ class GroupStore:
 
     def end_reason(self, group_id: str) -> str | None:
         """Why a group ended; None if it has not."""
-        return self._ended_groups.get(group_id)
+        return ERASED if group_id in self._erasures else self._ended_groups.get(group_id)
 
     async def seal(self, group: Group, epoch: int | None = None, *, ranked: bool = False) -> None:
         """Make a group ready, for the trainer of that epoch. A stored group stays unchanged.
@@ -85,8 +88,8 @@ class GroupStore:
             self._check(epoch)
             if group.id in self._entries:
                 return
-            if group.id in self._ended_groups:
-                raise GatewayError(f"group {group.id} has ended: {self._ended_groups[group.id]}", status=410)
+            if (ended := self.end_reason(group.id)) is not None:
+                raise GatewayError(f"group {group.id} has ended: {ended}", status=410)
             entry = StoredGroup.of(group, self._last_order + 1)
             await self._journal.sealed(entry, group.trajectories if ranked else ())
             self._last_order += 1
@@ -169,7 +172,7 @@ class GroupStore:
     async def wait_for_end(self, group_id: str, known: Callable[[], bool]) -> None:
         """Wait until a group has ended, or is not `known` any more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: group_id in self._ended_groups or not known())
+            await self._changed.wait_for(lambda: self.end_reason(group_id) is not None or not known())
 
     async def ack(
         self, epoch: int, lease_id: str, outcome: str, why: str | None = None
@@ -205,23 +208,46 @@ class GroupStore:
         return members
 
     async def erase(self, group_id: str) -> list[GatewaySession]:
-        """End a group as erased, whether it has ended or not; returns its sessions. Idempotent."""
+        """End a group as erased, whether it has ended or not; returns its sessions. Idempotent.
+
+        Raises GatewayError (429) if too many erasures of its client wait for a trainer.
+        """
         async with self._changing:
+            owner = group_id.partition(".")[0] + "."
+            if group_id not in self._erasures and len(self._erasures) >= REMEMBERED:
+                waiting = sum(one.startswith(owner) for one in self._erasures)
+                if waiting >= REMEMBERED:
+                    raise GatewayError(
+                        f"{waiting} erasures of this key wait until a trainer has carried them out, which is "
+                        "the limit; try again later",
+                        status=429,
+                    )
             members = await self._end(group_id, ERASED)
         await self._notify()
         return members
 
     def erased(self) -> list[str]:
-        """Return the groups that clients erased, as far as their ids are kept."""
-        return [group_id for group_id, why in self._ended_groups.items() if why == ERASED]
+        """Return the groups that clients erased: all that no trainer acknowledged, and the newest others."""
+        others = (group_id for group_id, why in self._ended_groups.items() if why == ERASED)
+        return list(dict.fromkeys([*self._erasures, *others]))
+
+    async def acknowledge_erasures(self, groups: Sequence[str]) -> None:
+        """Record that a trainer has carried out the erasure of these groups. Idempotent."""
+        async with self._changing:
+            if known := [group_id for group_id in groups if group_id in self._erasures]:
+                await self._journal.erasures_acknowledged(known)
+                for group_id in known:
+                    del self._erasures[group_id]
 
     async def _end(self, group_id: str, why: str) -> list[GatewaySession]:
-        if self._ended_groups.get(group_id) == ERASED:
-            why = ERASED
+        again = self.end_reason(group_id) == ERASED
+        why = ERASED if again else why
         entry = self._entries.get(group_id)
         lease_id = entry.lease_id if entry is not None else None
         members = self._members(group_id)
-        await self._journal.ended(group_id, why, lease_id, members)
+        await self._journal.ended(group_id, why, lease_id, members, erased=why == ERASED and not again)
+        if why == ERASED and not again:
+            self._erasures[group_id] = None
         if lease_id is not None:
             self._leases.pop(lease_id, None)
             self._ended_leases.note(lease_id, why)

@@ -219,6 +219,11 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     async def erased_groups() -> dict[str, list[str]]:
         return {"groups": gateway.groups.erased()}
 
+    @app.post("/groups/erased")
+    async def acknowledge_erasures(body: schemas.AcknowledgeErasures) -> dict[str, str]:
+        await gateway.groups.acknowledge_erasures(body.groups)
+        return {}
+
     @app.post("/groups/lease", response_class=openapi.Msgpack)
     async def lease(request: Request, body: schemas.Lease) -> Response:
         groups = await unless_disconnected(

@@ -166,6 +166,10 @@ class Lease(Body):
     """A repeated request with the same key gets the groups of the first one."""
 
 
+class AcknowledgeErasures(Body):
+    groups: list[str]
+
+
 class WaitReady(Body):
     trainer_epoch: Epoch
     wait_s: Annotated[float, Field(ge=0, le=60)] = 0.0

@@ -34,6 +34,7 @@ SUMMARIES = {
     "GET /groups": "Lists the groups.",
     "GET /sessions": "Lists the newest sessions.",
     "GET /groups/erased": "Lists the groups that clients erased, whose files the trainer erases.",
+    "POST /groups/erased": "Acknowledges erasures that the trainer has carried out.",
     "POST /groups/lease": "Leases ready groups as MessagePack; waits up to `wait_s` for the first one.",
     "POST /groups/ack": "Ends a lease, and with it the group.",
     "POST /groups/wait": "Waits up to `wait_s` seconds for a ready group, and returns their number.",

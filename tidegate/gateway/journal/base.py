@@ -41,6 +41,8 @@ class Recovered:
     ended_groups: dict[str, str] = field(default_factory=dict)
     """Reason by group id, the oldest first."""
     ended_leases: dict[str, str] = field(default_factory=dict)
+    erasures: list[str] = field(default_factory=list)
+    """Groups whose erasure no trainer has acknowledged."""
     epoch: int = 0
     last_order: int = 0
     """Highest `StoredGroup.order` so far."""
@@ -123,9 +125,18 @@ class Journal:
         """Make groups ready again whose leases were not delivered."""
 
     async def ended(
-        self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[GatewaySession]
+        self,
+        group_id: str,
+        why: str,
+        lease_id: str | None,
+        sessions: Sequence[GatewaySession],
+        *,
+        erased: bool = False,
     ) -> None:
-        """Delete a group that has ended, with all of its sessions."""
+        """Delete a group that has ended, with all of its sessions; `erased`: a trainer must erase it, too."""
+
+    async def erasures_acknowledged(self, groups: Sequence[str]) -> None:
+        """Write that a trainer has erased these groups."""
 
     async def engines(self, engines: Sequence[EngineRecord], trainer_managed: bool) -> None:
         """Replace the stored engines, and whether a trainer manages them."""

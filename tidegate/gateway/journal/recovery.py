@@ -49,6 +49,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
         entries=_entries(connection, by_id),
         ended_groups=_ended(connection, "group"),
         ended_leases=_ended(connection, "lease"),
+        erasures=list(_ended(connection, "erased")),
         epoch=meta.get("epoch", 0),
         last_order=next((order or 0 for (order,) in connection.execute("SELECT max(place) FROM groups")), 0),
         engines=[

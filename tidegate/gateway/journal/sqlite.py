@@ -46,7 +46,7 @@ INSERT INTO groups (id, place, task_id, members, oldest, newest, reward) VALUES 
 """
 _UNSENT = "DELETE FROM sent WHERE id = ?"
 _FORGET_ENDED: Statement = (
-    "DELETE FROM ended WHERE seq <= (SELECT max(seq) FROM ended) - ?",
+    "DELETE FROM ended WHERE seq <= (SELECT max(seq) FROM ended) - ? AND kind != 'erased'",
     [(2 * REMEMBERED,)],
 )
 
@@ -212,9 +212,16 @@ class DiskJournal(Journal):
         await self._writer.write("returned", (update, [(group_id,) for group_id in groups]))
 
     async def ended(
-        self, group_id: str, why: str, lease_id: str | None, sessions: Sequence[GatewaySession]
+        self,
+        group_id: str,
+        why: str,
+        lease_id: str | None,
+        sessions: Sequence[GatewaySession],
+        *,
+        erased: bool = False,
     ) -> None:
         ended = [("group", group_id, why), *([("lease", lease_id, why)] if lease_id is not None else [])]
+        ended += [("erased", group_id, why)] if erased else []
         await self._writer.write(
             "ended",
             ("DELETE FROM groups WHERE id = ?", [(group_id,)]),
@@ -222,6 +229,10 @@ class DiskJournal(Journal):
             _FORGET_ENDED,
             *self._deletion(sessions),
         )
+
+    async def erasures_acknowledged(self, groups: Sequence[str]) -> None:
+        delete = "DELETE FROM ended WHERE kind = 'erased' AND id IN (SELECT value FROM json_each(?))"
+        await self._writer.write("erasures_acknowledged", (delete, [(json.dumps(groups),)]))
 
     async def engines(self, engines: Sequence[EngineRecord], trainer_managed: bool) -> None:
         rows = [

@@ -71,6 +71,7 @@ class ShardRouter:
                 ("GET POST", "/sessions/{id}/{call}", forwarded(self._shard_of_session)),
                 ("GET", "/groups", keyed(self._groups)),
                 ("GET", "/groups/erased", keyed(self._groups)),
+                ("POST", "/groups/erased", keyed(self._acknowledge)),
                 ("POST", "/groups/lease", keyed(self._lease)),
                 ("POST", "/groups/ack", forwarded(self._shard_of_lease)),
                 ("POST", "/groups/{id:path}/seal", forwarded(self._shard_of_group)),
@@ -173,6 +174,11 @@ class ShardRouter:
         rows = [answer.json() for answer in answers]
         found = [session for row in rows for session in row.get("sessions", ())]
         return _json({"total": sum(row.get("total", 0) for row in rows), "sessions": found})
+
+    async def _acknowledge(self, request: Request) -> Response:
+        body = await _body(request)
+        answers = await self.fleet.call_each("POST", request.url.path, body, _authorization(request))
+        return _forward(raise_for_status(answers)[0])
 
     async def _lease(self, request: Request) -> Response:
         body = schemas.read(schemas.Lease, await _body(request))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
@@ -40,6 +41,8 @@ class Erasure:
     note: Callable[[str], None]
     withdraw: Callable[[Collection[str]], Awaitable[None]] | None = None
     """Withdraws groups that wait for a batch."""
+    acknowledged: set[str] = field(default_factory=set)
+    """Erasures that the gateway knows to be carried out, and need not keep."""
 
     async def watch(self) -> None:
         """Erase again what an earlier start of the run was to erase, then poll until cancelled."""
@@ -52,9 +55,10 @@ class Erasure:
     async def poll(self) -> None:
         """Erase what has been erased at the gateway since."""
         try:
-            new = set(await self.gateway.erased_groups()) - self.done
+            erased = set(await self.gateway.erased_groups())
         except GatewayError:
             return  # the gateway may be restarting; the next poll repeats this
+        new = erased - self.done
         for group in sorted(new):
             self.record(entry("run", "erased", group=group))
         if new:
@@ -64,3 +68,7 @@ class Erasure:
                 await self.withdraw(new)
             await self.files.erase(new, self.writer)
             self.note(f"erased {len(new)} conversations or groups of clients")
+        if told := sorted(erased - self.acknowledged):
+            with contextlib.suppress(GatewayError):  # the next poll repeats this
+                await self.gateway.acknowledge_erasures(told)
+                self.acknowledged |= erased

@@ -28,12 +28,16 @@ class Gateway:
     erased: list[str] = field(default_factory=list)
     down: bool = False
     on_call: Callable[[], object] = lambda: None
+    acknowledged: list[str] = field(default_factory=list)
 
     async def erased_groups(self) -> list[str]:
         self.on_call()
         if self.down:
             raise GatewayError("it restarts")
         return self.erased
+
+    async def acknowledge_erasures(self, groups: list[str]) -> None:
+        self.acknowledged += groups
 
 
 def save(files: TrajectoryFiles, *groups: str) -> None:
