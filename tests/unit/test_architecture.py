@@ -52,6 +52,7 @@ ALLOWED = {
         "trainer.ledger.versions",
     },
     "plan": {
+        "doctor.model",
         "engine.options",
         "trainer.cluster.placement",
         "trainer.forecast",

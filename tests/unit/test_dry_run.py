@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +192,39 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (["--trainer.device=cuda"], "trainer.device = 'cuda': .*. This machine has: cpu"),
+        (["--engine.device=cuda"], "engine.device = 'cuda': .*. This machine has: cpu"),
+        (["--engine.device=nonsense"], "engine.device = 'nonsense': "),
+        (["--model.path={}/untemplated"], "model.path = .*/untemplated: it has no chat template"),
+        (["--model.path={}/weightless"], "model.path = .*/weightless: it has no weights"),
+        (["--model.path={}/huge"], "need at least .* of memory on cpu .* are free: "),
+        (["--model.path={}/huge", "--cluster=auto"], None),
+        (["--resume"], "holds no run to resume"),
+        (["--resume", "auto"], None),
+    ],
+)
+def test_a_dry_run_of_a_run_that_cannot_start_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str | None
+) -> None:
+    for name in ("untemplated", "weightless", "huge"):
+        shutil.copytree(BASE, tmp_path / name)
+    (tmp_path / "untemplated" / "chat_template.jinja").unlink()
+    (tmp_path / "weightless" / "model.safetensors").unlink()
+    config = json.loads((BASE / "config.json").read_text())
+    layers = {"num_hidden_layers": 100_000_000}
+    (tmp_path / "huge" / "config.json").write_text(json.dumps(config | layers))
+    (tmp_path / "huge" / "model.safetensors").rename(tmp_path / "huge" / "model.bin")
+    words = [word.format(tmp_path) for word in overrides]
+    place = [str(EXAMPLES / "demo" / "config.toml"), f"--run.dir={tmp_path}", f"--model.path={BASE}"]
+    assert main(["train", *place, *words, "--dry-run"]) == (0 if said is None else 3)
+    text = capsys.readouterr().out
+    assert re.search(said or "A dry run", text.partition("# Memory")[2]), text
+
+
+@pytest.mark.parametrize(
     ("held", "how", "said"),
     [
         (True, {}, "holds a run already"),
@@ -267,7 +303,7 @@ def test_launch_scripts_pass_settings_on_from_any_directory(
         timeout=60,
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == (3 if "# Before it can start" in done.stdout else 0), done.stderr
     assert expected in done.stdout
     assert ", 7 steps" in done.stdout
     assert ("data" not in words) or f'path = "{tmp_path / "data"}' in done.stdout

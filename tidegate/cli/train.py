@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tidegate.cli.commands import Subparsers, resume_of, takes_resume, takes_settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
 from tidegate.service.process_secrets import shield_process
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print settings, processes and memory without starting anything",
+        help="print settings, processes and memory, and start nothing; exits with 3 if it could not",
     )
     parser.add_argument(
         "--lift-quarantine", action="store_true",
@@ -66,11 +66,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("no settings: name a file, for example tidegate train examples/demo/config.toml")
     settings = load_settings(file, overrides)
     if arguments.dry_run:
-        from tidegate.plan.dry_run import describe
+        from tidegate.plan.dry_run import describe, obstacles
 
         _check_names(settings)
-        print(describe(settings, resume=resume, fresh=arguments.fresh, cluster=arguments.cluster))
-        return 0
+        start = {"resume": resume, "fresh": arguments.fresh, "cluster": arguments.cluster}
+        print(describe(settings, **start))
+        return StartError.exit_code if obstacles(settings, **start) else 0
     from tidegate.launch import launch
 
     shield_process()

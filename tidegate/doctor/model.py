@@ -60,6 +60,9 @@ def _files(model: Path) -> list[Finding]:
         "model.path is a directory in Hugging Face format, relative to the current directory; tidegate "
         "convert makes one from a GGUF file or a model on the Hugging Face hub"
     )
+    if not model.exists() and len(model.parts) == 2 and not model.is_absolute():  # an id on the hub, perhaps
+        place = f"models/{model.name}"
+        fix = f"to fetch it from the Hugging Face hub: tidegate convert {model} --out {place}; then set it to {place}"
     if model.is_file():
         return [error("model", "no_model", f"model.path = {model} is a file", fix)]
     if not model.is_dir():

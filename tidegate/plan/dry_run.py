@@ -10,8 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from tidegate.config import Settings
+from tidegate.doctor.model import has_template
 from tidegate.errors import StartError, TidegateError
-from tidegate.plan.memory import Item, disk_plan, memory_plan, read_shape, readable
+from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
@@ -40,10 +41,18 @@ def describe(
         "\n# Speed",
         *_speed(settings),
     ]
-    missing = [*_missing_files(settings), *_run_directory(settings, resume, fresh)]
+    missing = obstacles(settings, resume=resume, fresh=fresh, cluster=cluster)
     if missing:
         parts += ["\n# Before it can start", *missing]
     return "\n".join([*parts, "\nA dry run: nothing was loaded or started."])
+
+
+def obstacles(
+    settings: Settings, *, resume: bool | str = False, fresh: bool = False, cluster: str | None = None
+) -> list[str]:
+    """Returns what prevents the start; devices and memory are those of this machine, without a cluster."""
+    found = [*_missing_files(settings), *_run_directory(settings, resume, fresh)]
+    return found if cluster is not None else [*found, *_devices(settings), *_too_large(settings)]
 
 
 def processes(settings: Settings) -> Iterator[str]:
@@ -142,6 +151,32 @@ def _missing_files(settings: Settings) -> Iterator[str]:
         for needed in ("config.json", "tokenizer_config.json"):
             if not (model / needed).is_file():
                 yield f"{name} = {model}: {needed} does not exist"
+        if (model / "tokenizer_config.json").is_file() and not has_template(model):
+            yield f"{name} = {model}: it has no chat template; use the chat (instruct) model"
+        if (model / "config.json").is_file() and not [*model.glob("*.safetensors"), *model.glob("*.bin")]:
+            yield f"{name} = {model}: it has no weights (*.safetensors)"
+
+
+def _devices(settings: Settings) -> Iterator[str]:
+    """Yields why a device that is not the CPU cannot be used; only then imports torch."""
+    named = {"trainer.device": settings.trainer.device}
+    if not settings.engine.urls and settings.engine.kind == "embedded":
+        named["engine.device"] = settings.engine.device
+    for setting, device in named.items():
+        if device != "cpu":
+            from tidegate.devices import find_device
+
+            try:
+                find_device(setting, device)
+            except StartError as error:
+                yield str(error)
+
+
+def _too_large(settings: Settings) -> Iterator[str]:
+    try:
+        check_memory(settings, lambda device: _memory_of_machine() if device == "cpu" else None)
+    except TidegateError as error:
+        yield str(error)
 
 
 def _run_directory(settings: Settings, resume: bool | str, fresh: bool) -> Iterator[str]:
@@ -158,6 +193,16 @@ def _run_directory(settings: Settings, resume: bool | str, fresh: bool) -> Itera
 
 def _physical(device: str) -> str:
     """Returns the machine's memory; empty for other devices than the CPU."""
-    if device != "cpu" or not hasattr(os, "sysconf"):
-        return ""
-    return f"   this machine has {readable(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
+    present = _memory_of_machine()
+    return "" if device != "cpu" or present is None else f"   this machine has {readable(present)}"
+
+
+def _memory_of_machine() -> int | None:
+    """Returns the physical memory, or a container's limit of it, in bytes."""
+    if not hasattr(os, "sysconf"):
+        return None
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(physical, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such file, or `max`
+        return physical
