@@ -83,3 +83,12 @@ def test_a_machine_without_bubblewrap_is_found_before_the_start(
         said
     )
     assert not (tmp_path / "run").exists(), "nothing was written"
+
+
+def test_an_id_on_the_hub_is_answered_with_the_command_that_fetches_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["train", str(REPO / "examples/demo/config.toml"), "--model.path=Qwen/Qwen3-0.6B"]
+    assert main(words) == 3
+    assert "tidegate convert Qwen/Qwen3-0.6B --out models/Qwen3-0.6B, and set" in capsys.readouterr().err
