@@ -61,7 +61,7 @@ def _files(model: Path) -> list[Finding]:
         "convert makes one from a GGUF file or a model on the Hugging Face hub"
     )
     if not model.exists() and len(model.parts) == 2 and not model.is_absolute():  # an id on the hub, perhaps
-        fix = f"to fetch it from the hub: tidegate convert {model} --out models/{model.name}, and set model.path"
+        fix = f"to fetch it from the hub: tidegate convert {model} --out models/{model.name}, and set it"
     if model.is_file():
         return [error("model", "no_model", f"model.path = {model} is a file", fix)]
     if not model.is_dir():
