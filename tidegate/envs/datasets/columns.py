@@ -10,7 +10,7 @@ from typing import Any
 
 from tidegate.envs.datasets.dataset import EVAL_FRACTION, Dataset
 from tidegate.envs.datasets.rows import read_rows
-from tidegate.envs.grading.answers import EXTRACTORS, number
+from tidegate.envs.grading.answers import gold, number
 from tidegate.errors import ConfigError
 
 QUESTIONS = ("question", "prompt", "problem", "input", "instruction", "messages")
@@ -100,7 +100,7 @@ def _reward(answers: Sequence[Any]) -> tuple[str, str]:
 
 def _is_number(answer: Any) -> bool:
     if isinstance(answer, str):
-        return number(answer) is not None or EXTRACTORS["hash"](answer) is not None
+        return number(answer) is not None or ("####" in answer and gold(answer) is not None)
     return isinstance(answer, int | float) and not isinstance(answer, bool)
 
 

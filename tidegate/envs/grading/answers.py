@@ -1,8 +1,10 @@
 r"""Reads a number from a model's output and reports which of four extractors found it.
 
 The extractors in their order: the last `#### number`, the last balanced `\boxed{…}`, the last 'answer is …'
-or 'A: …', the last number of the text. If one finds no number, the next is tried. Numbers are exact
-fractions; `,`, `$`, `%` and units are ignored. Each extractor takes linear time for any text.
+or 'A: …', the last number of the text. The first whose marker is followed by a digit decides. It reads the
+number whole, or the answer is unreadable: no part of a list, a range, an expression or a number in an
+unknown notation counts. Numbers are exact fractions; `$`, `%` and units are ignored. Each extractor takes
+linear time for any text.
 """
 
 from __future__ import annotations
@@ -13,41 +15,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-PHRASE = 200
+from tidegate.envs.grading.notation import NUMBER, is_whole, plain, unwrapped, value_of, without_words
+
+PHRASE = 300
 """Characters after a marker that must contain the whole number."""
 
 MARKERS = 50
 """Number of markers, from the last one back, that are tried."""
 
-# Only single characters have possessive quantifiers: Python before 3.11.5 matches possessive groups wrongly.
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,100}+)"
-_UNSIGNED = rf"(?:{_DIGITS}(?:\.[0-9]{{1,100}}+)?|\.[0-9]{{1,100}}+)"
-# Digits, a fraction 3/4, a mixed number 1 3/4, or LaTeX's \frac{3}{4}, with an optional sign and currency.
-# The look-arounds reject other forms: 1.2.3, 3/4/2020, 1e5, 1e-5.
-_NUMBER = re.compile(
-    rf"""
-    (?<![\w])(?<![0-9][.,/])(?<![0-9.][eE][-+−])
-    (?P<sign>(?<![\w)\]}}])[-−+](?:\ ?(?=[\\$€£]))?)?
-    (?:\\?[$€£]\ ?)?
-    (?:
-        \\[dt]?frac\{{(?P<top>[0-9]{{1,100}}+)\}}\{{(?P<bottom>[0-9]{{1,100}}+)\}}
-      | (?P<whole>[0-9]{{1,100}}+)\ (?P<part>[0-9]{{1,100}}+)/(?P<of>[0-9]{{1,100}}+)
-      | (?P<value>{_UNSIGNED})(?:\ ?/\ ?(?P<divisor>{_UNSIGNED})|(?!\ ?/\ ?\.?[0-9]))
-    )
-    (?!(?:[.,/]|\ /\ )?[0-9]|[eE][-+]?[0-9])
-    """,
-    re.VERBOSE,
-)
 _HASH = re.compile(r"####")
 _ANSWER_IS = re.compile(r"(?i:\banswer[\s*_]{0,4}(?:is|:|=))|\bA:")
-_BOX = re.compile(r"\\boxed\s{0,4}\{|\\[{}]|[{}]")
+_BOX = re.compile(r"\\f?boxed\s{0,4}\{|\\fbox\s{0,4}\{|\\[{}]|[{}]")
 # Text allowed between a marker and its number: blanks, emphasis, maths brackets, an equals sign.
-_OPENING = re.compile(r"(?:[\s*_:=~≈(]|\\[(\[]|\$(?=[\s\\$(-])|\$\$)*")
-_SPACING = re.compile(r"\\[,;:!> ]|\^\s?(?:\\circ|\{\\circ\})")
-_WORDS = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s?\{([^{}]*)\}")
-_MINUS = re.compile(r"[-−]\s+")
-_OPERATOR = re.compile(r"\s*(?:[-−+*/×÷=^]|\\(?:times|cdot|div))")
+_OPENING = re.compile(r"(?:[\s*_:=~≈(]|\\[(\[]|\$(?=[\s\\$(+-])|\$\$)*")
+_BRACKETS = re.compile(r"\A\(([^()]*)\)\Z")
+_POINT = re.compile(r"(?<!\.)\.\Z")
+_MINUS = re.compile(r"\A[-+][ \u2009]+")
+_OPERATOR = re.compile(r"\s*(?:[-+/×÷=^·]|\*{1,2}\s*[0-9])")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
+# The beginning of a number, as opposed to a heading.
+_STARTS = re.compile(r"[-+.$€£¥₹⦃0-9]|\\|(?i:negative|minus)\b")
+_DIGIT = re.compile(r"(?<![A-Za-z_])[0-9⦃]")
+"""A digit that is not part of a name such as x2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,45 +48,66 @@ class ParsedAnswer:
 
 
 def read_answer(text: str | None) -> ParsedAnswer | None:
-    """Returns the answer by the first extractor that finds one; None if the text contains no number."""
+    """Returns the answer by the first extractor that finds one; None if there is none or it is unreadable."""
     if not text:
         return None
     for name, extract in EXTRACTORS.items():
-        value = extract(text)
-        if value is not None:
-            return ParsedAnswer(name, value)
+        found = extract(text)
+        if found is not None:
+            return ParsedAnswer(name, found) if isinstance(found, Fraction) else None
     return None
 
 
 def number(text: str) -> Fraction | None:
     """Returns the value of a text that is only a number (and `,`, `$`, `%`, blanks); else None."""
-    bare = text.strip().rstrip("%").rstrip()
-    match = _NUMBER.fullmatch(bare)
-    return None if match is None else _value(match)
+    bare = _MINUS.sub("-", plain(text.strip().rstrip("%").rstrip()).strip(), count=1)
+    match = NUMBER.fullmatch(bare)
+    return None if match is None else value_of(match)
 
 
-def _after_hash(text: str) -> Fraction | None:
-    """Returns the number after the last `####` that a number follows: a heading `#### Step 2` does not
-    count."""
+def gold(text: str) -> Fraction | None:
+    """Returns the value of a right answer: after a marker, or the only number of a text; else None."""
+    if (value := number(text)) is not None:
+        return value
+    for name, extract in EXTRACTORS.items():
+        if name != "last_number" and (found := extract(text)) is not None:
+            return found if isinstance(found, Fraction) else None
+    found = _only(unwrapped(plain(text)))
+    return found if isinstance(found, Fraction) else None
+
+
+class Unreadable:
+    """The result of an extractor that finds an answer which is not one number."""
+
+
+UNREADABLE = Unreadable()
+Found = Fraction | Unreadable | None
+
+
+def _after_hash(text: str) -> Found:
+    """Reads what follows the last `####` before a number: a heading `#### Step 2` does not count."""
     for phrase in _phrases(_HASH, text):
-        line = _MINUS.sub("-", phrase[_opening(phrase) :].partition("\n")[0], count=1)
-        if _NUMBER.match(line):
+        line = unwrapped(phrase[_opening(phrase) :].partition("\n")[0])
+        if _STARTS.match(line) and "\\boxed" not in line and "\\fbox" not in line:
             return _stated(line)
     return None
 
 
-def _boxed(text: str) -> Fraction | None:
-    """Returns the number in the last balanced `\\boxed{…}` that contains exactly one number."""
-    for start, end in sorted(_boxes(text), reverse=True)[:MARKERS]:
-        if end - start > PHRASE:
-            continue
-        box = _SPACING.sub(" ", text[start:end].replace("{,}", ",")).rpartition("=")[2]
-        # `42 \text{ in 2 days}` is 42; the words are read only if there is no number outside them.
-        for content in (_WORDS.sub(" ", box), _WORDS.sub(r"\1", box)):
-            matches = list(_NUMBER.finditer(content))
-            if len(matches) == 1 and (value := _value(matches[0])) is not None:
-                return value
-    return None
+def _boxed(text: str) -> Found:
+    """Reads the last balanced `\\boxed{…}` or `\\fbox{…}` that is not empty."""
+    boxes = sorted(((start, end) for start, end in _boxes(text) if text[start:end].strip()), reverse=True)
+    if not boxes:
+        return None
+    start, end = boxes[0]
+    if end - start > PHRASE:
+        return UNREADABLE
+    left, _, right = plain(text[start:end]).rpartition("=")
+    if "=" in left and "," in left + right:
+        return UNREADABLE  # several variables
+    content = _MINUS.sub("-", _BRACKETS.sub(r"\1", _POINT.sub("", right.strip())).strip(), count=1)
+    if _DIGIT.search(bare := without_words(content)) and _only(bare) is UNREADABLE:
+        return UNREADABLE  # `42 \\text{ in 2 days}` is 42, but `42, 43` is no number
+    return _stated(unwrapped(content).strip(), strict=True)
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int]]:
@@ -105,7 +115,7 @@ def _boxes(text: str) -> Iterator[tuple[int, int]]:
     open_braces: list[int | None] = []
     for match in _BOX.finditer(text):
         sign = match[0]
-        if sign.startswith("\\boxed"):
+        if "box" in sign:
             open_braces.append(match.end())
         elif sign == "{":
             open_braces.append(None)
@@ -113,26 +123,29 @@ def _boxes(text: str) -> Iterator[tuple[int, int]]:
             yield start, match.start()
 
 
-def _answer_is(text: str) -> Fraction | None:
-    """Returns the number of the sentence after the last 'answer is' or 'A:' that contains one."""
+def _answer_is(text: str) -> Found:
+    """Reads the sentence after the last 'answer is' or 'A:' that has a digit."""
     for phrase in _phrases(_ANSWER_IS, text):
-        rest = phrase[_opening(phrase) :]
+        rest = unwrapped(phrase[_opening(phrase) :])
         end = _SENTENCE_END.search(rest)
-        value = _stated(rest[: end.start()] if end else rest)
-        if value is not None:
-            return value
+        sentence = rest[: end.start()] if end else rest
+        if _DIGIT.search(sentence):
+            return _stated(sentence)
     return None
 
 
-def _last_number(text: str) -> Fraction | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        if not _by_zero(match):
-            last = match
-    return None if last is None else _value(last)
+def _last_number(text: str) -> Found:
+    text = unwrapped(plain(text))
+    last = deque(_DIGIT.finditer(text), maxlen=1)
+    numbers = deque(NUMBER.finditer(text), maxlen=1)
+    if not last:
+        return None
+    if not numbers or numbers[0].end() <= last[0].start() or not is_whole(numbers[0], listed=False):
+        return UNREADABLE
+    return _known(value_of(numbers[0]))
 
 
-EXTRACTORS: dict[str, Callable[[str], Fraction | None]] = {
+EXTRACTORS: dict[str, Callable[[str], Found]] = {
     "hash": _after_hash,
     "boxed": _boxed,
     "answer_is": _answer_is,
@@ -144,7 +157,10 @@ EXTRACTORS: dict[str, Callable[[str], Fraction | None]] = {
 def _phrases(marker: re.Pattern[str], text: str) -> Iterator[str]:
     """Yields the text after each marker, from the last one back."""
     ends = deque((match.end() for match in marker.finditer(text)), maxlen=MARKERS)
-    return (text[end : end + PHRASE] for end in reversed(ends))
+    for end in reversed(ends):
+        phrase = text[end : end + PHRASE]
+        # A number that the limit cuts would be another number.
+        yield plain(phrase if end + PHRASE >= len(text) else phrase.rstrip("0123456789.,"))
 
 
 def _opening(phrase: str) -> int:
@@ -152,40 +168,29 @@ def _opening(phrase: str) -> int:
     return match.end() if match else 0
 
 
-def _stated(phrase: str) -> Fraction | None:
-    """Returns the result that a phrase states: 8 for `5 + 3 = 8 apples`, 42 for `42, as 6 * 7 = 42`."""
-    first = _NUMBER.match(phrase)
+def _stated(phrase: str, strict: bool = False) -> Found:
+    """Reads the result that a phrase states: 8 for `5 + 3 = 8 apples`, 42 for `42, as 6 * 7 = 42`."""
+    phrase = _MINUS.sub("-", phrase[_opening(phrase) :], count=1)
+    first = NUMBER.match(phrase, _opening(phrase))
     if first is not None and not _OPERATOR.match(phrase, first.end()):
-        return _value(first)
+        return _known(value_of(first)) if is_whole(first, strict=strict) else UNREADABLE
     head, equals, result = phrase.rpartition("=")
-    for part in (result, head) if equals else (phrase,):
-        match = _NUMBER.search(part)
-        if match is not None and (value := _value(match)) is not None:
-            return value
-    return None
+    if equals:
+        return _stated(result.strip(), strict) if _DIGIT.search(result) else _stated(head.strip(), strict)
+    return _only(phrase, strict)
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
-    """Returns the exact value of a match, None for a division by zero."""
-    if _by_zero(match):
-        return None
-    groups = match.groupdict()
-    sign = -1 if groups["sign"] and groups["sign"][0] in "-−" else 1
-    integer = Fraction(0)
-    if groups["top"]:
-        numerator, denominator = Fraction(groups["top"]), Fraction(groups["bottom"])
-    elif groups["whole"]:
-        integer = Fraction(groups["whole"])
-        numerator, denominator = Fraction(groups["part"]), Fraction(groups["of"])
-    else:
-        numerator, denominator = _plain(groups["value"]), _plain(groups["divisor"] or "1")
-    return sign * (integer + numerator / denominator)
+def _only(text: str, strict: bool = True) -> Found:
+    """Reads the only number of a text."""
+    if _DIGIT.search(text) is None and NUMBER.search(text) is None:
+        return UNREADABLE
+    matches = list(NUMBER.finditer(text))
+    if len(matches) != 1 or not is_whole(matches[0], strict=strict):
+        return UNREADABLE
+    start, end = matches[0].span()
+    outside = f"{text[:start]} {text[end:]}"
+    return UNREADABLE if _DIGIT.search(outside) else _known(value_of(matches[0]))
 
 
-def _by_zero(match: re.Match[str]) -> bool:
-    denominator = match["bottom"] or match["of"] or match["divisor"]
-    return denominator is not None and not denominator.strip("0.,")
-
-
-def _plain(digits: str) -> Fraction:
-    return Fraction(digits.replace(",", ""))
+def _known(value: Fraction | None) -> Found:
+    return UNREADABLE if value is None else value

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
-from tidegate.envs.grading.answers import EXTRACTORS, number, read_answer
+from tidegate.envs.grading.answers import EXTRACTORS, gold, read_answer
 from tidegate.envs.grading.math_verify import verify
 from tidegate.envs.rewards import Grade, exact_answer
 from tidegate.errors import RewardError
+from tidegate.types import finite
 
 # verl's rules as first published (github.com/volcengine/verl, verl/utils/reward_score/gsm8k.py). Newer
 # versions read the last `####` of the last 300 characters.
@@ -38,7 +40,7 @@ def numeric(output: str | None, answer: Any) -> Grade:
     r"""1 if the number in the output equals the answer, or any of a list, exactly.
 
     The number is read from the last `####`, else the last `\boxed{}`, else after 'answer is' or 'A:', else it
-    is the last number.
+    is the last number. It is read whole, or the output is unparseable.
     """
     parsed = read_answer(output)
     metrics = _extractor(EXTRACTORS, None if parsed is None else parsed.extractor)
@@ -105,12 +107,18 @@ def _answers(answer: Any) -> list[str]:
 
 
 def _gold(answer: Any) -> Fraction:
-    text = str(answer)
-    if type(answer) in (int, float):
-        return Fraction(text)  # allows 1e-05, which is not read from a model's output
-    if (value := number(text)) is not None:
-        return value
-    parsed = read_answer(text)
-    if parsed is None:
-        raise RewardError(f"the answer {text[:80]!r} contains no number")
-    return parsed.value
+    """Returns the number of a right answer. Raises RewardError if it is not one number."""
+    if isinstance(answer, str):
+        value = gold(answer)
+    elif type(answer) is int:  # of any size
+        value = Fraction(answer)
+    else:
+        value = None
+        with suppress(RewardError):
+            if not isinstance(answer, bool):
+                value = Fraction(str(finite("the answer", answer)))  # also 1e-05, and numpy's numbers
+    if value is None:
+        raise RewardError(
+            f"the answer {str(answer)[:80]!r} is not one number; write it as digits, such as 1234.5"
+        )
+    return value
