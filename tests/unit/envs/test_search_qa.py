@@ -57,6 +57,7 @@ def test_every_grade_is_a_metric_whichever_is_the_reward() -> None:
         "em": 0.0,
         "sub_em": 0.0,
         "f1": 0.5,
+        "exact": 0.0,
         "unparseable": 0.0,
         "retrieval_recall": 0.5,
     }

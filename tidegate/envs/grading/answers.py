@@ -72,7 +72,7 @@ def gold(text: str) -> Fraction | None:
     for name, extract in EXTRACTORS.items():
         if name != "last_number" and (found := extract(text)) is not None:
             return found if isinstance(found, Fraction) else None
-    found = _only(unwrapped(plain(text)))
+    found = _only(unwrapped(plain(text)), strict=False)
     return found if isinstance(found, Fraction) else None
 
 

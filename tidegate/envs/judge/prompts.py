@@ -81,10 +81,11 @@ def prompt_of(settings: JudgeSettings, task: Task, work: Sequence[str]) -> Judge
 
 
 def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Returns the scores in the last JSON object with `scores` of a reply.
+    """Returns the scores in the JSON object with `scores` that ends a reply.
 
     Raises:
-        UnreadableReplyError: There is none, or a score is missing, unknown or not a number from 0 to 1.
+        UnreadableReplyError: There is none, or text follows several with different scores, or a score is
+            missing, unknown or not a number from 0 to 1.
     """
     scores = _last_scores(text)
     if scores is None:
@@ -99,17 +100,24 @@ def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def _last_scores(text: str) -> Mapping[str, Any] | None:
+    """Returns the scores of the object that ends a reply; of one in prose, only if there is no other."""
     decoder = json.JSONDecoder()
-    end = len(text)
-    while (start := text.rfind("{", 0, end)) >= 0:
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    at = 0
+    while (start := text.find("{", at)) >= 0:
         try:
-            value, _ = decoder.raw_decode(text, start)
+            value, at = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            value = None
+            value, at = None, start + 1
         if isinstance(value, dict) and isinstance(value.get("scores"), dict):
-            return dict(value["scores"])
-        end = start
-    return None
+            found.append((text[at:], value["scores"]))
+        elif isinstance(value, dict):
+            at = start + 1
+    ending = [scores for rest, scores in found if not any(map(str.isalnum, rest))]
+    if ending:
+        return dict(ending[-1])
+    distinct = {json.dumps(scores, sort_keys=True, default=str) for _, scores in found}
+    return dict(found[0][1]) if len(distinct) == 1 else None
 
 
 def _lines(message: Message) -> list[str]:

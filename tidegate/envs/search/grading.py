@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_DASHES = str.maketrans(dict.fromkeys("−–－﹣", "-"))
 _OPEN, _CLOSE = "<answer>", "</answer>"
 _LINE = re.compile(r"^(?:\[([^\]\n]+)\] )?(.*)$", re.MULTILINE)
 
 
 def normalize(text: str) -> str:
     """Returns the text in lower case without punctuation, articles and repeated blanks."""
+    text = unicodedata.normalize("NFC", text)
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def normalize_exactly(text: str) -> str:
+    """Returns the text in lower case without repeated blanks, and without quotes and points around it: signs,
+    decimal points and symbols are kept, which `normalize` removes ("-5" and "5", "C#" and "C" are different).
+    """
+    text = unicodedata.normalize("NFC", text.translate(_DASHES)).lower()
+    return " ".join(text.split()).strip("\"'“”‘’").rstrip(".,;!?")
 
 
 def extract(output: str | None, min_matches: int = 1) -> str | None:
@@ -63,7 +74,12 @@ def _f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-METRICS = {"em": exact_match, "sub_em": sub_exact_match, "f1": f1}
+def exact_text(answer: str, golds: Sequence[str]) -> float:
+    """1 if the answer is one of the gold answers by `normalize_exactly`."""
+    return float(any(normalize_exactly(answer) == normalize_exactly(gold) for gold in golds))
+
+
+METRICS = {"em": exact_match, "sub_em": sub_exact_match, "f1": f1, "exact": exact_text}
 
 
 def well_formed(output: str | None) -> float:

@@ -30,7 +30,11 @@ Correct answers: {golds}
 Response: {answer}
 
 Give one sentence of reasoning, then a last line that is either "correct: yes" or "correct: no"."""
-_VERDICT = re.compile(r"correct:\W*(yes|no)\b", re.IGNORECASE)
+# A whole line, so that neither "Incorrect: yes" nor a verdict that the reasoning quotes counts.
+_VERDICT = re.compile(
+    r"^[\W_]*(?:(?:final )?(?:answer|verdict)\W+)?(?:the response is )?correct[\W_]*:[\W_]*(yes|no)[\W_]*$",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class Judge:
@@ -103,9 +107,9 @@ class Judge:
                 kind = RewardUnavailableError if is_unavailable(error) else kind
                 continue
             text = (reply.choices[0].message.content if reply.choices else None) or ""
-            verdicts = _VERDICT.findall(text)
-            if verdicts:
-                return float(verdicts[-1].lower() == "yes")
+            verdicts = {verdict.lower() for verdict in _VERDICT.findall(text)}
+            if len(verdicts) == 1:
+                return float(verdicts == {"yes"})
             failures.append(f"no verdict in {text[:200]!r}")
         raise kind(
             f"the judge at {self._url} gave no verdict in {self._attempts} attempts: {'; '.join(failures)}"

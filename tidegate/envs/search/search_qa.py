@@ -22,7 +22,7 @@ class SearchQA(Finite):
     """Questions with gold answers, and gold documents where the data names them.
 
     The answer is the text in the last `<answer>` of the output. Metrics of each episode: `em`, `sub_em`,
-    `f1`, `unparseable`, and `retrieval_recall` if the gold documents are known.
+    `f1`, `exact`, `unparseable`, and `retrieval_recall` if the gold documents are known.
 
     Args:
         path: Questions to train on, a `.jsonl` or `.parquet` file (see `questions.read_questions`). None: a
@@ -30,7 +30,7 @@ class SearchQA(Finite):
             with two hops ("") and three (`three_hops`).
         eval_path: Held-out questions.
         canary: String with which BrowseComp-Plus's files are encrypted.
-        metric: Reward of an answer: `em`, `sub_em`, `f1` or `judge`.
+        metric: Reward of an answer: `em`, `sub_em`, `f1`, `exact` or `judge`.
         judge: Options of the `Judge` for metric `judge`.
         min_matches: Least number of `<answer>` in an output; with fewer it has no answer.
         format_weight: Weight of a reward for exactly one `<answer>`, at the end; 0: no such reward.
