@@ -104,13 +104,13 @@ def figures(directory: Path) -> dict[str, Any]:
 
 
 def checks(result: dict[str, Any], steps: int) -> list[Check]:
-    name = result["run"]
-    outages = Check(f"{name}_outages", result["outages"], "==", 1 if name == "killed" else 0)
+    killed = result["run"] == "killed"
+    name = "killed_" if killed else ""
     return [
-        outages,
-        Check(f"{name}_quarantined", result["quarantined"], "==", 0),
-        Check(f"{name}_steps", result["steps"], ">=", steps if name == "killed" else 1),
-        Check(f"{name}_exit", result["exit"], "==", 0),
+        Check(f"{name}outages", result["outages"], "==", int(killed)),
+        Check(f"{name}quarantined", result["quarantined"], "==", 0),
+        Check(f"{name}steps", result["steps"], ">=", steps if killed else 1),
+        Check(f"{name}exit", result["exit"], "==", 0),
     ]
 
 
