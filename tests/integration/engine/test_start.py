@@ -176,7 +176,8 @@ def start(tmp_path: Path, before: str = "") -> tuple[subprocess.Popen[str], str]
 
 def generate(url: str, tokens: int) -> tuple[int, Any]:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}}
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as reply:
             return reply.status, json.load(reply)
