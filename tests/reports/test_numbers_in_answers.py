@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.unit.envs.test_answers import GIVEN
-from tidegate.envs.grading.answers import read_answer
-from tidegate.envs.grading.graders import numeric
-from tidegate.envs.rewards import Reward
+from tidegate.envs.answers import read_answer
+from tidegate.envs.grading.graders import contains, exact_match, numeric
+from tidegate.envs.rewards import Reward, exact_answer, final_number
 from tidegate.errors import RewardError
 
 VALUES = {
@@ -60,6 +60,37 @@ def test_a_part_of_another_notation_is_not_read(notation: str) -> None:
         assert read_answer(form.format(notation)) is None, form
     with pytest.raises(RewardError, match="is not one number"):
         Reward("r", numeric)({**GIVEN, "output": "5", "answer": notation})
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_exact_answer_reads_the_same_numbers(value: str) -> None:
+    """huggingface/Math-Verify#81, Khan/khan-exercises#129156."""
+    for notation in VALUES[value]:
+        assert final_number(f"So\n#### {notation}") == Fraction(value), notation
+        assert exact_answer(f"#### {notation}", value) == exact_answer(f"#### {value}", notation) == 1.0, (
+            notation
+        )
+
+
+@pytest.mark.parametrize("notation", UNREADABLE)
+def test_exact_answer_reads_no_part(notation: str) -> None:
+    """huggingface/Math-Verify#81, opensanctions/followthemoney#331: a part counted as the number."""
+    assert final_number(f"#### 7\n#### {notation}") is None
+    for answer in (notation, f"#### {notation}"):
+        with pytest.raises(RewardError, match="is not one number"):
+            exact_answer("#### 5", answer)
+
+
+def test_composed_and_decomposed_letters_are_equal() -> None:
+    for composed, decomposed in (
+        ("Café", "Cafe\u0301"),
+        ("ΐ", "ι\u0308\u0301"),
+        ("한", "\u1112\u1161\u11ab"),
+    ):
+        for output, answer in ((composed, decomposed), (decomposed, composed)):
+            assert exact_match(output, answer) == 1.0
+            assert contains(f"In {output.upper()}.", [answer]) == 1.0
+    assert exact_match("Cafe", "Café") == contains("Cafe", "Café") == 0.0
 
 
 @pytest.mark.parametrize(

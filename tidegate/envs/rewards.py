@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
+from tidegate.envs.answers import EXTRACTORS
 from tidegate.envs.unavailable import is_unavailable
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
 from tidegate.tracebacks import where
@@ -18,11 +18,6 @@ from tidegate.types import finite
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory", "state")
 """Parameter names that a reward function may have."""
-
-# Possessive quantifiers, so that matching long runs of blanks or digits takes linear time.
-_NUMBER = r"-?\s*+\$?\s*+(?:[0-9][0-9,]*+(?:\.[0-9]++)?|\.[0-9]++)"
-# The look-ahead rejects numbers in other forms: 1/2, 1e5, 1.2.3.
-_FINAL = re.compile(rf"####\s*+({_NUMBER})(?![./][0-9]|[eE][+-]?[0-9])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +128,14 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
     ]
 
 
-def final_number(text: str | None) -> Decimal | None:
-    """Returns the number after the last `####` (GSM8K's answer format) as an exact decimal, or None.
+def final_number(text: str | None) -> Fraction | None:
+    """Returns the number after the last `####` (GSM8K's answer format) as an exact fraction, or None.
 
-    Commas, `$` and `%` are ignored: `#### $1,234.50` is 1234.5.
+    It is read whole, in the notations of `numeric`, or not at all: `#### $1,234.50` is 1234.5, `#### 3-5` is
+    None. A heading such as `#### Step 2` does not count.
     """
-    numbers = _FINAL.findall(text or "")
-    return Decimal(re.sub(r"[\s$,]", "", numbers[-1])) if numbers else None
+    found = EXTRACTORS["hash"](text or "")
+    return found if isinstance(found, Fraction) else None
 
 
 def exact_answer(output: str | None, answer: Any) -> float:
@@ -150,15 +146,15 @@ def exact_answer(output: str | None, answer: Any) -> float:
         answer: A number, a text with `#### number`, or a list of them, of which any counts as right.
 
     Raises:
-        RewardError: An answer contains no number.
+        RewardError: An answer is not one number.
     """
     stated = final_number(output)
     golds = [_gold_number(str(gold)) for gold in (answer if isinstance(answer, list | tuple) else [answer])]
     return float(stated is not None and stated in golds)
 
 
-def _gold_number(answer: str) -> Decimal:
+def _gold_number(answer: str) -> Fraction:
     number = final_number(answer if "####" in answer else f"#### {answer}")
     if number is None:
-        raise RewardError(f"the answer {answer[:80]!r} contains no number")
+        raise RewardError(f"the answer {answer[:80]!r} is not one number; write it as digits, such as 1234.5")
     return number

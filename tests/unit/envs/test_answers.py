@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.envs.grading.answers import number, read_answer
+from tidegate.envs.answers import number, read_answer
 from tidegate.envs.grading.graders import contains, exact_match, numeric, verl_flexible, verl_strict
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.errors import RewardError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -31,9 +31,9 @@ GIVEN = {"output": "o", "answer": 4, "info": {"x": 1}, "task": None, "messages":
         ("#### .5", "0.5"),
         ("#### 42 apples", "42"),
         ("#### 42.0", "42"),
-        ("#### 1/2", None),
-        ("#### 13/2", None),
-        ("#### 1e5", None),
+        ("#### 1/2", "0.5"),
+        ("#### 13/2", "6.5"),
+        ("#### 1e5", "100000"),
         ("#### 1.2.3", None),
         ("#### forty-two", None),
         ("42", None),
@@ -45,7 +45,7 @@ GIVEN = {"output": "o", "answer": 4, "info": {"x": 1}, "task": None, "messages":
     ],
 )
 def test_the_last_stated_number_counts(text: str | None, number: str | None) -> None:
-    assert final_number(text) == (None if number is None else Decimal(number))
+    assert final_number(text) == (None if number is None else Fraction(number))
 
 
 def test_numbers_are_compared_exactly() -> None:
@@ -59,13 +59,13 @@ def test_an_answer_may_be_the_number_alone() -> None:
     assert exact_answer("#### 12", "12") == exact_answer("#### 12.0", 12) == 1.0
     assert exact_answer("12", "12") == 0.0
     assert [exact_answer(f"#### {n}", ["3", "#### 5"]) for n in (3, 5, 4)] == [1.0, 1.0, 0.0]
-    with pytest.raises(RewardError, match="'many' contains no number"):
+    with pytest.raises(RewardError, match="'many' is not one number"):
         exact_answer("#### 12", "many")
 
 
 def test_a_long_answer_takes_no_long_time() -> None:
     began = time.process_time()
-    assert final_number("#### " + "1," * 200_000) == Decimal("1" * 200_000)
+    assert final_number("#### " + "1," * 200_000) is None
     assert final_number("####" * 50_000 + " " * 50_000 + "$" + " " * 50_000) is None
     assert final_number("#### " + "1" * 200_000 + "/2") is None
     assert time.process_time() - began < 2.0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tidegate.envs.answers import gold, number
 from tidegate.envs.datasets.dataset import EVAL_FRACTION, Dataset
 from tidegate.envs.datasets.rows import read_rows
-from tidegate.envs.grading.answers import gold, number
 from tidegate.errors import ConfigError
 
 QUESTIONS = ("question", "prompt", "problem", "input", "instruction", "messages")

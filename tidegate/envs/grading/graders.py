@@ -7,12 +7,13 @@ share), or `unparseable`, so that unparseable and wrong answers are counted sepa
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
-from tidegate.envs.grading.answers import EXTRACTORS, gold, read_answer
+from tidegate.envs.answers import EXTRACTORS, gold, read_answer
 from tidegate.envs.grading.math_verify import verify
 from tidegate.envs.rewards import Grade, exact_answer
 from tidegate.errors import RewardError
@@ -25,15 +26,15 @@ _FLEXIBLE = re.compile(r"-?[0-9.,]+")
 
 
 def exact_match(output: str | None, answer: Any) -> float:
-    """1 if the stripped output equals the answer, or any of a list of answers."""
-    text = (output or "").strip()
-    return float(any(text == gold.strip() for gold in _answers(answer)))
+    """1 if the stripped output equals the answer, or any of a list of answers, both in Unicode's NFC."""
+    text = _composed(output or "")
+    return float(any(text == _composed(gold) for gold in _answers(answer)))
 
 
 def contains(output: str | None, answer: Any) -> float:
-    """1 if the answer, or any of a list, occurs in the output, ignoring case."""
-    text = (output or "").casefold()
-    return float(any(gold.strip().casefold() in text for gold in _answers(answer)))
+    """1 if the answer, or any of a list, occurs in the output, ignoring case, both in Unicode's NFC."""
+    text = _folded(output or "")
+    return float(any(_folded(gold) in text for gold in _answers(answer)))
 
 
 def numeric(output: str | None, answer: Any) -> Grade:
@@ -87,6 +88,14 @@ GRADERS: dict[str, Callable[..., float | Grade]] = {
     "verl_flexible": verl_flexible,
     "verl_strict": verl_strict,
 }
+
+
+def _composed(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
+def _folded(text: str) -> str:
+    return _composed(_composed(text).casefold())  # folding may decompose
 
 
 def _verl(name: str, text: str | None, answer: Any) -> Grade:

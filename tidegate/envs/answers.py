@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tidegate.envs.grading.notation import NUMBER, is_whole, plain, unwrapped, value_of, without_words
+from tidegate.envs.notation import (
+    CURRENCY,
+    NUMBER,
+    is_whole,
+    plain,
+    unwrapped,
+    value_of,
+    without_words,
+)
 
 PHRASE = 300
 """Characters after a marker that must contain the whole number."""
@@ -34,7 +42,7 @@ _MINUS = re.compile(r"\A[-+][ \u2009]+")
 _OPERATOR = re.compile(r"\s*(?:[-+/×÷=^·]|\*{1,2}\s*[0-9])")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
 # The beginning of a number, as opposed to a heading.
-_STARTS = re.compile(r"[-+.$€£¥₹⦃0-9]|\\|(?i:negative|minus)\b")
+_STARTS = re.compile(rf"[-+.$€£¥₹⦃0-9]|\\|(?i:negative|minus)\b|{CURRENCY}[-+]?[0-9.⦃]")
 _DIGIT = re.compile(r"(?<![A-Za-z_])[0-9⦃]")
 """A digit that is not part of a name such as x2."""
 

@@ -58,7 +58,7 @@ _WORDS = re.compile(
     r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|bf|operatorname)\s?\{([^{}]*)\}"
 )
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_CURRENCY = (
+CURRENCY = (
     r"(?:(?<![A-Za-z])(?:US|CA|AU|HK|NZ|[CAS])?\$|[€£¥₹]|(?<![A-Za-z])(?:Rs\.?|USD|EUR|GBP|INR))[ \u2009]?"
 )
 
@@ -71,7 +71,7 @@ NUMBER = re.compile(
     rf"""
     (?<![\w])(?<![0-9][.,/:'-])(?<![0-9.][eE][-+])(?<!\.\.)
     (?P<sign>(?:(?<![\w)\]}}⦄%])[-+](?:[ \u2009]?(?=[$€£¥₹]))?|(?i:\b(?:negative|minus)[ \u2009]+)))?
-    (?:{_CURRENCY})?(?P<inner>(?<=[$€£¥₹])[-+])?
+    (?:{CURRENCY})?(?P<inner>(?<=[$€£¥₹])[-+])?
     (?:
         (?:(?P<whole>[0-9]{{1,100}}+)[ \u2009]?)?⦃(?P<top>[^⁄⦃⦄]{{1,210}})⁄(?P<bottom>[^⁄⦃⦄]{{1,210}})⦄
       | (?P<mixed>[0-9]{{1,100}}+)(?:[ \u2009]+|[ ]and[ ])(?P<part>[0-9]{{1,100}}+)/(?P<of>[0-9]{{1,100}}+)
