@@ -62,6 +62,10 @@ class IncompatibleEngineError(EngineError):
     """An engine's responses lack fields that training needs."""
 
 
+RUN_ENDED = "the run has ended"
+"""Begins the text with which a gateway tells its clients so."""
+
+
 class GatewayError(TidegateError):
     """The gateway refused a control call; `status` is the HTTP status."""
 

@@ -1,9 +1,11 @@
 import asyncio
+import itertools
 import re
 import sys
 
 from tidegate.client import Client
 from tidegate.envs.arithmetic import Arithmetic, exact_answer
+from tidegate.errors import GatewayError
 
 TOOLS = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
 TERM = r"(?:[1-9]\d*|\([1-9]\d* [-+*/] [1-9]\d*\))"
@@ -24,14 +26,19 @@ async def attempt(group, task):
         episode.reward = exact_answer(message.content, task.answer)
 
 
-async def train(client, task):
-    async with client.group(task.id) as group:
-        await asyncio.gather(*(attempt(group, task) for _ in range(8)))
+async def train(client, tasks):
+    for task in tasks:
+        async with client.group(task.id) as group:
+            await asyncio.gather(*(attempt(group, task) for _ in range(8)))
 
 
-async def main(url, key, number):
+async def main(url, key):
     async with Client(url, key) as client:
-        await asyncio.gather(*(train(client, Arithmetic().train_task(n)) for n in range(int(number))))
+        tasks = map(Arithmetic().train_task, itertools.count())
+        await asyncio.gather(*(train(client, tasks) for _ in range(32)))
 
 
-asyncio.run(main(*sys.argv[1:]))
+try:
+    asyncio.run(main(*sys.argv[1:]))
+except GatewayError as end:
+    print(end)

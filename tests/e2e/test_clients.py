@@ -65,7 +65,7 @@ class Program:
 
 async def test_the_example_for_notebooks_trains_a_run(tmp_path: Path) -> None:
     script = CONFIG.with_name("train.py")
-    assert sum(bool(line.strip()) for line in script.read_text().splitlines()) <= 25
+    assert sum(bool(line.strip()) for line in script.read_text().splitlines()) <= 35
     run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
     key = create_key(keys, "me")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -73,11 +73,14 @@ async def test_the_example_for_notebooks_trains_a_run(tmp_path: Path) -> None:
     place = [f"--gateway.port={port}", f"--gateway.keys={keys}", "--trainer.steps=2"]
     small = ["--run.live_view=false", "--trainer.groups_per_batch=2"]
     with training(run_dir, *place, config=CONFIG, small=small) as run:
-        arguments = [sys.executable, str(script), f"http://127.0.0.1:{port}", key, "200"]
+        arguments = [sys.executable, str(script), f"http://127.0.0.1:{port}", key]
         await asyncio.to_thread(run.until_said, "clients: ")
-        program = await asyncio.create_subprocess_exec(*arguments, env=ENVIRONMENT)
+        program = await asyncio.create_subprocess_exec(*arguments, env=ENVIRONMENT, stdout=-1)
         try:
             assert await asyncio.to_thread(run.wait) == 0, run.output()
+            said, _ = await asyncio.wait_for(program.communicate(), 30)
+            assert b"completed after step 2" in said
+            assert program.returncode == 0
         finally:
             with contextlib.suppress(ProcessLookupError):
                 program.kill()

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 
-from tidegate.errors import GatewayError
+from tidegate.errors import RUN_ENDED, GatewayError
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, error_in
 
@@ -34,6 +34,8 @@ class ClientCalls(HttpClient):
         self._lost_at: float | None = None
         """When the calls began to fail, of all groups together: they wait once, and not in turn."""
         self._failed_at = 0.0
+        self._run_end: GatewayError | None = None
+        """How the run ended: a gateway that then cannot be reached has stopped, and is not waited for."""
 
     def openai(self) -> AsyncOpenAI:
         """Returns a client from which those of episodes are derived: making one takes 20 ms of CPU."""
@@ -62,14 +64,20 @@ class ClientCalls(HttpClient):
                     status, content = await self._send(method, self._url + path, data, key)
                 if status < 400:
                     self._lost_at = None
+                    if path.startswith("/v1/groups/") and path.endswith("/episodes"):
+                        self._run_end = None  # a new run has begun
                     return json.loads(content)
                 shown = error_in(content).get("message") or content[:200].decode(errors="replace")
                 refusal = GatewayError(f"status {status}: {shown}", status=status)
                 again = status in (429, 502, 503, 504)
+                if status == 410 and str(shown).startswith(RUN_ENDED):
+                    self._run_end = refusal
                 if status < 500:
                     self._lost_at = None
             except (aiohttp.ClientError, OSError) as error:  # OSError: also a TimeoutError
                 refusal, again = GatewayError(f"no response from the gateway at {self._url}: {error!r}"), True
+            if again and self._run_end is not None and refusal.status != 429:
+                raise self._run_end
             lost_s, waited_s = self._lost_s(refusal.status, time()), time() - began
             if not again or lost_s > self.timeout_s or waited_s > self.timeout_s + self._capacity_s:
                 raise refusal

@@ -244,6 +244,10 @@ class GatewayClient(ControlCalls):
         """Tells the gateway that the run's files have these groups no more."""
         await self._json("POST", "/groups/erased", {"groups": list(groups)})
 
+    async def end_run(self, epoch: int, why: str) -> None:
+        """Tells the clients that wait for groups that the run has ended, within seconds."""
+        await self._json("POST", "/groups/end", {"trainer_epoch": epoch, "why": why})
+
     async def begin_epoch(self, epoch: int) -> None:
         """Announces a trainer: leases of older trainers are released and their sessions cancelled.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.errors import LedgerError
+from tidegate.errors import GatewayError, LedgerError
 from tidegate.observer import Observer
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
@@ -236,6 +236,10 @@ class Training:
         await self.rollout.stop()
         status, why = await self._how_ended(error)
         self._record_end(status, why)
+        if self._by_clients and self.settings.gateway.url is None:  # else the gateway serves on
+            with contextlib.suppress(GatewayError):  # it may be the gateway that failed
+                text = f"{status} after step {step}" + (f", {why}" if why else "")
+                await self.gateway.end_run(self.admission.epoch, text)
         if self.loop.committable:
             try:
                 await self._checkpoint(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -120,6 +121,39 @@ async def test_episodes_share_connections_that_are_closed_with_the_client(stage:
     assert clients[0].api_key != clients[1].api_key
     assert clients[0]._client is clients[1]._client
     assert clients[0].is_closed()
+
+
+async def test_a_run_that_ends_tells_all_that_wait_and_is_then_not_waited_for(
+    tmp_path: Path, keys: Path, key: str
+) -> None:
+    async with asyncio.timeout(40), contextlib.AsyncExitStack() as stack:
+        stage = await stack.enter_async_context(
+            staged(make_model_dir(tmp_path / "tiny"), keys=keys, max_client_groups=2)
+        )
+        await stage.client.begin_epoch(1)
+        async with Client(stage.url, key) as client:
+            offered, opened = await formed(client), client.group("not offered")
+            await episode(opened)
+            waiting = [asyncio.ensure_future(group._end()) for group in (offered, opened)]
+            beginning = [asyncio.create_task(formed(client)) for _ in range(13)]
+            await eventually(lambda: client._beginning.locked())
+            await stage.client.end_run(1, "completed after step 40")
+            ends = await asyncio.gather(*waiting, return_exceptions=True)
+            assert {getattr(end, "status", None) for end in ends} == {410}, ends
+            await stack.aclose()
+            ends += await asyncio.gather(*beginning, formed(client), return_exceptions=True)
+            assert all("completed after step 40" in str(end) for end in ends), ends
+            assert len(ends) == 16
+
+
+async def test_a_new_run_at_the_same_gateway_accepts_groups_again(stage: Stage, client: Client) -> None:
+    await stage.client.end_run(1, "interrupted after step 3")
+    with pytest.raises(GatewayError, match="interrupted after step 3"):
+        await formed(client)
+    await stage.client.begin_epoch(2)
+    assert (await formed(client)).failures == []
+    with pytest.raises(GatewayError, match="trainer epoch 1 is over"):
+        await stage.client.end_run(1, "a late word of the first run")
 
 
 async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stage, client: Client) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidegate.errors import GatewayError
+from tidegate.errors import RUN_ENDED, GatewayError
 from tidegate.gateway.engines.fair_queue import has_room
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.ids import api_key_of, new_finish_key
@@ -18,6 +18,8 @@ from tidegate.types import Task
 
 MAX_EPISODES = 1024
 """Limit of a group's episodes."""
+TELL_S = 6.0
+"""Seconds for which an ended run waits for its clients' next calls, which are at most 5 s apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,9 @@ class ClientGroups:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._told: set[str] = set()
+        """Clients that know that the run has ended."""
+        self._heard = asyncio.Event()
 
     async def open_episode(
         self, client: str, name: str, task_id: str, metadata: dict[str, Any], secret: str | None
@@ -55,6 +60,8 @@ class ClientGroups:
             raise GatewayError(f"group {name!r} is a conversation, which has no episodes", status=409)
         if len(members) >= MAX_EPISODES:
             raise GatewayError(f"group {name!r} has {len(members)} episodes, which is the limit", status=409)
+        if not members:
+            self._check_run(client, name)
         held = self._unended()
         if not members and not has_room(held, client, options.max_client_groups, least=1):
             raise GatewayError(
@@ -100,10 +107,31 @@ class ClientGroups:
             state, _, why = end.partition(": ")
             return ClientGroupState(state, True, why or None)
         if (sealed := groups.get(group_id)) is not None:
+            self._check_run(client, name)
             return ClientGroupState(sealed.state, False)
         if not self._known(group_id):
             raise GatewayError(f"there is no group {name!r}, or its episodes have expired", status=404)
+        self._check_run(client, name)
         return ClientGroupState("open", False)
+
+    async def end_run(self, epoch: int, why: str) -> None:
+        """Refuses new groups and ends waits for groups, with the reason.
+
+        Returns when all clients with groups know it, at most `TELL_S` later: then the gateway may stop.
+        """
+        self._told.clear()
+        await self._gateway.groups.end_run(epoch, why)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TELL_S):
+                while set(self._unended()) - self._told:
+                    self._heard.clear()
+                    await self._heard.wait()
+
+    def _check_run(self, client: str, name: str) -> None:
+        if (why := self._gateway.groups.run_end) is not None:
+            self._told.add(client)
+            self._heard.set()
+            raise GatewayError(f"{RUN_ENDED} before it trained on group {name!r}: {why}", status=410)
 
     def _known(self, group_id: str) -> bool:
         return bool(self._gateway.sessions.of_group(group_id))

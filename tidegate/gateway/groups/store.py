@@ -58,6 +58,8 @@ class GroupStore:
         self._changing = asyncio.Lock()
         self._changed = asyncio.Condition()
         self.epoch = 0
+        self.run_end: str | None = None
+        """How the run ended that the gateway serves; None while it has not, and after a new one began."""
         self.sealed = 0
         self.acked: dict[str, int] = {}
 
@@ -104,7 +106,7 @@ class GroupStore:
         async with self._changing:
             if epoch > self.epoch:
                 await self._journal.entered(epoch, list(self._leases))
-                self.epoch = epoch
+                self.epoch, self.run_end = epoch, None
                 for lease_id, entry in list(self._leases.items()):
                     self._end_lease(entry)
                     self._ended_leases.note(lease_id, "fenced")
@@ -170,9 +172,17 @@ class GroupStore:
         await self._notify()
 
     async def wait_for_end(self, group_id: str, known: Callable[[], bool]) -> None:
-        """Wait until a group has ended, or is not `known` any more."""
+        """Wait until a group or the run has ended, or the group is not `known` any more."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.end_reason(group_id) is not None or not known())
+            await self._changed.wait_for(
+                lambda: self.end_reason(group_id) is not None or self.run_end is not None or not known()
+            )
+
+    async def end_run(self, epoch: int, why: str) -> None:
+        """Tell all that wait for groups that the run has ended."""
+        await self.begin_epoch(epoch)
+        self.run_end = why
+        await self._notify()
 
     async def ack(
         self, epoch: int, lease_id: str, outcome: str, why: str | None = None

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
+from tidegate.gateway.clients.groups import ClientGroups
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.gateway import Gateway
@@ -38,8 +39,8 @@ class GatewayApp:
     """
 
     def __init__(self, gateway: Gateway) -> None:
-        conversations, mcp = Conversations(gateway), McpServer(gateway)
-        self._control = _control_plane(gateway, conversations, mcp)
+        groups, conversations, mcp = ClientGroups(gateway), Conversations(gateway), McpServer(gateway)
+        self._control = _control_plane(gateway, groups, conversations, mcp)
         dialects = {
             "/chat/completions": DialectEndpoint(gateway, chat, conversations),
             "/completions": DialectEndpoint(gateway, completions, conversations),
@@ -58,7 +59,7 @@ class GatewayApp:
             for method, path, endpoint in endpoints
         ]
         routes += [attempts.finish_route(gateway), *tools.routes(gateway), mcp.route()]
-        routes += clients.routes(gateway, conversations)
+        routes += clients.routes(gateway, groups, conversations)
         self._data = Router(routes, default=AuthMiddleware(gateway, self._control))
         self._workers = Router(attempts.routes(gateway), default=self._data)
         self.direct = direct.routes(gateway, dialects)
@@ -106,7 +107,9 @@ _OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-
 """Paths that need no key."""
 
 
-def _control_plane(gateway: Gateway, conversations: Conversations, mcp: McpServer) -> FastAPI:
+def _control_plane(
+    gateway: Gateway, groups: ClientGroups, conversations: Conversations, mcp: McpServer
+) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -122,7 +125,7 @@ def _control_plane(gateway: Gateway, conversations: Conversations, mcp: McpServe
     app = ControlPlane(title="Tidegate gateway", version=__version__, lifespan=lifespan)
     _add_errors(app)
     _add_sessions(app, gateway)
-    _add_groups(app, gateway)
+    _add_groups(app, gateway, groups)
     _add_engines(app, gateway)
     _add_health(app, gateway)
     return app
@@ -210,7 +213,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
         return openapi.Msgpack(to_wire(result))
 
 
-def _add_groups(app: FastAPI, gateway: Gateway) -> None:
+def _add_groups(app: FastAPI, gateway: Gateway, clients: ClientGroups) -> None:
     @app.get("/groups")
     async def list_groups() -> dict[str, Any]:
         return {"groups": schemas.group_rows(gateway.sessions, gateway.groups)}
@@ -222,6 +225,11 @@ def _add_groups(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/groups/erased")
     async def acknowledge_erasures(body: schemas.AcknowledgeErasures) -> dict[str, str]:
         await gateway.groups.acknowledge_erasures(body.groups)
+        return {}
+
+    @app.post("/groups/end")
+    async def end_run(body: schemas.EndRun) -> dict[str, str]:
+        await clients.end_run(body.trainer_epoch, body.why)
         return {}
 
     @app.post("/groups/lease", response_class=openapi.Msgpack)

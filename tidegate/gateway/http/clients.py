@@ -29,9 +29,9 @@ LONGEST_WAIT_S = 60.0
 _GROUP = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def routes(gateway: Gateway, conversations: Conversations) -> list[Route]:
+def routes(gateway: Gateway, groups: ClientGroups, conversations: Conversations) -> list[Route]:
     """Returns the routes that a project key opens, except those of the dialects."""
-    calls = ClientRoutes(ClientGroups(gateway), conversations)
+    calls = ClientRoutes(groups, conversations)
     return [
         Route("/v1/feedback", JsonEndpoint(gateway, calls.feedback), methods=["POST"]),
         Route("/v1/conversations/{name:path}", JsonEndpoint(gateway, calls.erase), methods=["DELETE"]),

@@ -170,6 +170,11 @@ class AcknowledgeErasures(Body):
     groups: list[str]
 
 
+class EndRun(Body):
+    trainer_epoch: Epoch
+    why: str
+
+
 class WaitReady(Body):
     trainer_epoch: Epoch
     wait_s: Annotated[float, Field(ge=0, le=60)] = 0.0
