@@ -14,12 +14,12 @@ from enum import StrEnum
 from numbers import Real
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from tidegate.errors import RewardError
+from tidegate.service import exact
 
 T = TypeVar("T")
 Ids = npt.NDArray[np.int32]
@@ -449,12 +449,13 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def to_wire(value: Any) -> bytes:
     """Returns turns, trajectories and groups as MessagePack, their arrays as little-endian bytes."""
-    return msgspec.msgpack.encode(value, enc_hook=array_bytes)
+    return exact.pack(value, array_bytes)
 
 
 def from_wire(data: bytes, kind: type[T]) -> T:
     """Restores what `to_wire` wrote. Raises msgspec.ValidationError if it is of another kind."""
-    return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
+    restored: T = exact.unpack(data, kind, _array)
+    return restored
 
 
 def array_bytes(array: npt.NDArray[Any]) -> bytes:

@@ -26,7 +26,7 @@ async def tools(llm: AsyncOpenAI, url: str) -> list[dict[str, Any]]:
 
 
 async def call(llm: AsyncOpenAI, url: str, tool_call: Any) -> Message:
-    """Calls a tool; returns its message. The call's id is the idempotency key of repeated requests."""
+    """Calls a tool; returns its message."""
     data = tool_call if isinstance(tool_call, Mapping) else tool_call.model_dump()
     function, call_id = data["function"], data["id"]
     try:
@@ -37,13 +37,13 @@ async def call(llm: AsyncOpenAI, url: str, tool_call: Any) -> Message:
         return _tool_message(call_id, f"the arguments of {function['name']!r} are not a JSON object")
     # Models make names up: dots would be removed from the path, and a URL has a maximum length.
     name = quote(function["name"][:_MAX_NAME], safe="", errors="replace").replace(".", "%2E")
-    answer = await _post(llm, f"{url}/tools/{name}", arguments, call_id)
+    answer = await _post(llm, f"{url}/tools/{name}", arguments)
     return _tool_message(call_id, answer["content"])
 
 
 async def respond(llm: AsyncOpenAI, url: str, message: Message) -> Message | None:
     """Passes a reply to the counterpart; returns the next message, None if the conversation is over."""
-    answer = await _post(llm, f"{url}/respond", {"message": message}, uuid.uuid4().hex)
+    answer = await _post(llm, f"{url}/respond", {"message": message})
     following: Message | None = None if answer["done"] else answer["message"]
     return following
 
@@ -52,6 +52,8 @@ def _tool_message(call_id: str, content: str) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-async def _post(llm: AsyncOpenAI, url: str, body: Mapping[str, Any], key: str) -> Any:
+async def _post(llm: AsyncOpenAI, url: str, body: Mapping[str, Any]) -> Any:
     """Sends a request with the SDK's client, which repeats it as it repeats model calls."""
-    return await llm.post(url, cast_to=object, body=body, options={"headers": {"idempotency-key": key}})
+    # Not a tool call's id: some clients give several calls the same one.
+    headers = {"idempotency-key": uuid.uuid4().hex}
+    return await llm.post(url, cast_to=object, body=body, options={"headers": headers})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import date, time
+from enum import Enum
 from typing import Any, TypeVar, get_type_hints
+from uuid import UUID
 
-import orjson
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from tidegate.errors import ConfigError, TidegateError
@@ -133,9 +137,22 @@ def text_of(result: Any) -> str:
     if isinstance(result, str):
         return result
     try:
-        return orjson.dumps(result, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-    except TypeError as error:
+        return json.dumps(result, ensure_ascii=False, separators=(",", ":"), default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ToolError(f"the tool's result cannot be serialised as JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """Converts arrays and numbers of NumPy, dataclasses, dates and enums for JSON."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, date | time | UUID):
+        return str(value) if isinstance(value, UUID) else value.isoformat()
+    raise TypeError(f"{type(value).__name__} has no form in JSON")
 
 
 def _like(function: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:

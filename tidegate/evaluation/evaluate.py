@@ -22,6 +22,7 @@ from tidegate.evaluation.attempts import ModelEndpoint, direct, hosted
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledAttempt, SampledEpisode, Sampler
 from tidegate.loading import did_you_mean
+from tidegate.service import exact
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.trajectories import bounded_answer, encode_trajectory
@@ -203,7 +204,7 @@ def _line(episode: SampledEpisode, temperature: float) -> bytes:
         **encode_trajectory(episode.trajectory),
         "answer": bounded_answer(episode.task.answer),
     }
-    return orjson.dumps(line, default=str, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    return exact.dumps(line, orjson.OPT_SERIALIZE_NUMPY, str) + b"\n"
 
 
 def next_directory(parent: Path) -> Path:

@@ -9,8 +9,6 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from tidegate.errors import GatewayError
 from tidegate.gateway.attempts.queue import AttemptQueue
 from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
@@ -42,6 +40,7 @@ from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
 from tidegate.gateway.turns.request_reader import Threads
+from tidegate.service import exact
 from tidegate.service.tracing import Spans, check_tracing
 from tidegate.types import Outcome, Trajectory, fields_of
 
@@ -418,8 +417,8 @@ class Gateway:
 
 
 def _check_storable(*values: Any) -> None:
-    """Raises GatewayError for values that msgpack cannot encode, as they would block their group's lease."""
+    """Raises GatewayError for values that cannot be stored, as they would block their group's lease."""
     try:
-        msgspec.msgpack.encode(values)
+        exact.pack(values)
     except (ValueError, OverflowError, RecursionError) as error:
         raise GatewayError(f"the values cannot be stored: {error}", status=400) from None

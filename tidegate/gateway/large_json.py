@@ -1,6 +1,6 @@
 """Parses large JSON in pieces, so that other threads can run in between.
 
-orjson parses a string of 20 MB in one call, during which no other thread runs. Here long strings are parsed
+A parser reads a string of 20 MB in one call, during which no other thread runs. Here long strings are parsed
 window by window and replaced by short placeholders in the value.
 """
 
@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody
+from tidegate.service import exact
 
 WINDOW = 64 * 1024
 _PAUSE_S = 0.0002
@@ -92,7 +91,7 @@ def fold(body: RawBody, max_values: int) -> Folded:
             small += body[quote:at]
         else:
             pieces, at = _long_string(body, quote + 1)
-            small += orjson.dumps(folded.placeholder(pieces))
+            small += exact.dumps(folded.placeholder(pieces))
     folded.value, folded.text = _loads(small), small
     return folded
 
@@ -141,6 +140,6 @@ def _piece_length(masked: RawBody) -> int:
 
 def _loads(text: RawBody) -> Any:
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        return exact.loads(text)
+    except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None

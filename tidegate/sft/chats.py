@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import in_call_order, template_form
 from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
+from tidegate.service import exact
 from tidegate.sft.demonstration import Demonstration, demonstration
 from tidegate.types import Ids, Message
 
@@ -50,8 +50,8 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+                    yield number, exact.loads(line)
+    except ValueError as error:
         raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
     except OSError as error:
         raise ConfigError(f"sft.chats: {path} cannot be read: {error.strerror or error}") from error

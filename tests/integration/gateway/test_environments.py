@@ -116,14 +116,22 @@ async def test_errors_of_tools_are_results_that_the_agent_reads(stage: Stage) ->
     assert 'tidegate_gateway_tool_calls_total{tool="unknown"} 1.0' in metrics
 
 
-async def test_a_repeated_call_gets_the_first_result(stage: Stage, service: LocalEnvironments) -> None:
+async def test_a_repeated_request_gets_the_first_result(stage: Stage, service: LocalEnvironments) -> None:
     session = await opened(stage)
+    llm = session.openai()
+
+    async def post(digit: int, key: str) -> Any:
+        headers = {"idempotency-key": key}
+        path, body = f"{session.url}/tools/enter", {"digit": digit}
+        answer: Any = await llm.post(path, cast_to=object, body=body, options={"headers": headers})
+        return answer["content"]
+
     for _ in range(3):
-        assert (await session.call(call("enter", digit=4)))["content"] == "closed"
+        assert await post(4, "a") == "closed"
     assert service.calls == 1
     with pytest.raises(openai.BadRequestError, match="another call was sent with it"):
-        await session.call(call("enter", digit=7))
-    assert (await session.call(call("enter", "call_2", digit=7)))["content"] == "open"
+        await post(7, "a")
+    assert await post(7, "b") == "open"
     assert len((await finished(stage, session)).tool_calls) == 2
 
 

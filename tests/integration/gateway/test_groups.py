@@ -74,7 +74,7 @@ async def test_text_that_no_encoding_has_cannot_block_a_lease(stage: Stage) -> N
     await stage.client.seal_group("a", "t1", [access.session_id])
     [group] = await stage.client.lease(1, 1)
     assert group.trajectories[0].output == "a?b"
-    for body in ({"metadata": {"a": "\ud800"}}, {"env": "\ud800"}, {"metadata": {"a": 2**70}}):
+    for body in ({"metadata": {"a": "\ud800"}}, {"env": "\ud800"}):
         with pytest.raises(GatewayError, match="cannot be stored") as raised:
             await stage.client._json("POST", "/sessions", body)
         assert raised.value.status == 400

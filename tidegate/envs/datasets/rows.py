@@ -73,9 +73,7 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
                 continue
             where = f"{path}, line {number}"
             try:
-                values = json.loads(
-                    line, parse_constant=_no_constant, parse_float=_finite, parse_int=_integer
-                )
+                values = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
                 if b"\\ud" in line.lower():
                     _check_characters(values)
             except UnicodeDecodeError as error:
@@ -95,12 +93,6 @@ def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
         raise ValueError(f"{text[:60]} is too large for a floating-point number")
     return number
-
-
-def _integer(text: str) -> int | str:
-    """Returns an integer; one of more than 64 bits stays text, because msgpack cannot encode it."""
-    fits = len(text) <= 20 and -(2**63) <= int(text) < 2**64
-    return int(text) if fits else text
 
 
 def _check_characters(values: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import struct
 from typing import Any
 
-import msgspec
+from tidegate.service import exact
 
 _LENGTH = struct.Struct("<I")
 LIMIT = 1 << 30
@@ -20,7 +20,7 @@ def pack(message: dict[str, Any]) -> bytes:
         ValueError: It is larger than LIMIT.
         TypeError: A value cannot be serialised.
     """
-    body = msgspec.msgpack.encode(message)
+    body = exact.pack(message)
     if len(body) > LIMIT:
         raise ValueError(f"a message of {len(body)} bytes is larger than {LIMIT}")
     return _LENGTH.pack(len(body)) + body
@@ -30,7 +30,7 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Returns the next message; None at the end of the stream."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        message: dict[str, Any] = msgspec.msgpack.decode(await reader.readexactly(length))
+        message: dict[str, Any] = exact.unpack(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return message

@@ -21,6 +21,7 @@ from starlette.routing import Route
 from tidegate.envs.service.pool import NoEpisodeError, PoolSettings, WorkerPool
 from tidegate.envs.service.process import CallError, CallTimeoutError, WorkerLostError
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, TidegateError, UnrewardedError
+from tidegate.service import exact
 from tidegate.service.api_key import ENV_KEY, ApiKey
 from tidegate.service.serve import Listen, bind, run_app
 
@@ -73,7 +74,7 @@ def create_app(pool: WorkerPool, key: str | None, failures: list[TidegateError])
             except _Unauthorized:
                 return Response("the environment service needs its key", 401)
             try:
-                body = msgspec.msgpack.decode(await request.body() or b"\x80")
+                body = exact.unpack(await request.body() or b"\x80")
             except msgspec.DecodeError as error:
                 return Response(f"the body is not MessagePack: {error}", 400)
             job = pool.own(handle(request.path_params.get("name", ""), body))
@@ -129,7 +130,7 @@ async def _padded(job: asyncio.Future[Any]) -> AsyncIterator[bytes]:
         done, _ = await asyncio.wait((job,), timeout=PADDING_S)
         if not done:
             yield PADDING
-    yield msgspec.msgpack.encode(_outcome(job))
+    yield exact.pack(_outcome(job))
 
 
 def _outcome(job: asyncio.Future[Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import orjson
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import ToolUse
 from tidegate.gateway.sampling import RequestedSampling, Schema
+from tidegate.service import exact
 
 _KINDS = {
     int: "an integer", float: "a number", bool: "true or false",
@@ -31,10 +32,12 @@ def get(payload: Mapping[str, Any], name: str, kind: type, where: str = "") -> A
     value = payload.get(name)
     if value is None:
         return None
+    param = where + name
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise ApiError(f"{param} must be a number of at most 64 bits, not {str(value)[:60]}", param=param)
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
-        param = where + name
         raise ApiError(f"{param} must be {_KINDS[kind]}, not {value!r}"[:300], param=param)
     return value
 
@@ -111,7 +114,7 @@ def schema(form: Mapping[str, Any], holder: Mapping[str, Any], param: str) -> Sc
         case "json_object":
             return Schema(param, '{"type":"object"}')
         case "json_schema" if isinstance(holder.get("schema"), dict):
-            return Schema(param, orjson.dumps(holder["schema"]).decode())
+            return Schema(param, exact.dumps(holder["schema"]).decode())
         case other:
             raise unsupported(param, f"{other!r} is not supported or has no schema"[:300])
 
@@ -140,7 +143,7 @@ def tool_use(choice: Any, name: Any, tools: Sequence[Any] | None, parallel: bool
 
 
 def event(payload: dict[str, Any], name: str | None = None) -> bytes:
-    return framed(orjson.dumps(payload), name)
+    return framed(exact.dumps(payload), name)
 
 
 def framed(data: bytes, name: str | None = None) -> bytes:

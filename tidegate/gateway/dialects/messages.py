@@ -18,6 +18,7 @@ from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.service import exact
 from tidegate.types import Message
 
 _SUPPORTED = frozenset(
@@ -202,7 +203,7 @@ def _assistant_message(content: list[Any], where: str) -> Message:
             case {"type": "redacted_thinking"}:
                 pass  # unreadable, and histories match without their reasoning
             case {"type": "tool_use", "name": str(name)}:
-                arguments = orjson.dumps(block.get("input") or {}).decode()
+                arguments = exact.dumps(block.get("input") or {}).decode()
                 call = call_wire(str(block.get("id")), name, arguments)
                 message.setdefault("tool_calls", []).append(call)
             case _:
@@ -219,7 +220,7 @@ def _head(call: ModelCall, model: ServedModel) -> dict[str, Any]:
 
 def _block(part: Part, key: str = "", signature: str = "") -> dict[str, Any]:
     if isinstance(part, SampledCall):
-        return {"type": "tool_use", "id": key, "name": part.name, "input": orjson.loads(part.arguments)}
+        return {"type": "tool_use", "id": key, "name": part.name, "input": orjson.Fragment(part.arguments)}
     if isinstance(part, Reasoning):
         # The signature is never checked, but clients turn unsigned thinking into text.
         return {"type": "thinking", "thinking": part.text, "signature": signature}

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
-
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, finish_reason
 from tidegate.gateway.dialects.fields import event, get
@@ -27,6 +25,7 @@ from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
+from tidegate.service import exact
 from tidegate.types import Message
 
 error = fields.openai_error
@@ -73,7 +72,7 @@ class ResponsesRequest:
         for part in call.reader.parts:
             events.part(0, part)
         events.close(_status(call))
-        return orjson.dumps(self.final_body(call, model, events.items))
+        return exact.dumps(self.final_body(call, model, events.items))
 
     def events(self, calls: Sequence[ModelCall], model: ServedModel) -> ResponseEvents:
         [call] = calls

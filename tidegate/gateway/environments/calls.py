@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
-
-import msgspec
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.environments.base import EpisodeLostError, Response, ToolResult
@@ -158,8 +157,8 @@ def _shown(name: str) -> str:
 
 def _check_size(what: str, value: Mapping[str, Any]) -> None:
     try:
-        size = len(msgspec.msgpack.encode(value))
-    except (ValueError, OverflowError, RecursionError) as error:
+        size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
+    except (ValueError, RecursionError) as error:
         raise GatewayError(f"{what} cannot be recorded: {error}", status=400) from None
     if size > MAX_ARGUMENTS:
         raise GatewayError(f"{what}: {size} bytes, more than the limit of {MAX_ARGUMENTS}", status=413)

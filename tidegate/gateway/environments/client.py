@@ -17,6 +17,7 @@ import msgspec
 
 from tidegate.errors import RewardError, RewardUnavailableError, StartError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
+from tidegate.service import exact
 from tidegate.service.backoff import backoff_s
 from tidegate.service.http_client import HttpClient, bearer
 from tidegate.types import Message, Scored, Task, Trajectory, to_wire
@@ -129,7 +130,7 @@ class EnvironmentClient(HttpClient):
 
         Every request may be repeated: a service returns the first result. Raises EpisodeLostError.
         """
-        data = msgspec.msgpack.encode(body)
+        data = exact.pack(body)
         failures, broken, until = 0, 0, time.monotonic() + within_s
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5.0, sock_read=SILENT_S)
         while True:
@@ -142,7 +143,7 @@ class EnvironmentClient(HttpClient):
                     content = await response.read()
                 if response.status != 200:
                     raise EpisodeLostError(f"{url}: status {response.status}: {content[:200].decode()}")
-                answer: dict[str, Any] = msgspec.msgpack.decode(content.lstrip(_PADDING))
+                answer: dict[str, Any] = exact.unpack(content.lstrip(_PADDING))
                 return answer
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
                 if responds:  # it was there until now, perhaps for longer than `within_s`

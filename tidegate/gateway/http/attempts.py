@@ -6,7 +6,6 @@ import functools
 import hmac
 from collections.abc import Sequence
 
-import orjson
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -22,6 +21,7 @@ from tidegate.gateway.ids import agents_key, api_key_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
+from tidegate.service import exact
 from tidegate.service.direct.request import DirectRequest
 from tidegate.types import MODEL_NAME
 
@@ -103,7 +103,7 @@ async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
 
 
 def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession, str]], root: str) -> bytes:
-    return orjson.dumps(
+    return exact.dumps(
         {
             "attempts": [_row(gateway, session, key, root) for session, key in taken],
             "ended": gateway.attempts.stopped(worker),
@@ -124,7 +124,7 @@ async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -
     own = _is_own(gateway, bearer_key(scope))
     body = schemas.read(schemas.WorkerName, await read_body(receive))
     gateway.attempts.claim(body.worker, body.secret, own=own)
-    await respond(send, 200, orjson.dumps(gateway.attempts.leave(body.worker)))
+    await respond(send, 200, exact.dumps(gateway.attempts.leave(body.worker)))
 
 
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -143,7 +143,7 @@ async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) 
     row: dict[str, object] = {"state": session.state}
     if trajectory is not None:
         row |= {"outcome": trajectory.outcome.value, "error": trajectory.error}
-    await respond(send, 202 if trajectory is None else 200, orjson.dumps(row))
+    await respond(send, 202 if trajectory is None else 200, exact.dumps(row))
 
 
 def _to_finish(gateway: Gateway, scope: Scope) -> GatewaySession:

@@ -7,7 +7,6 @@ import math
 import re
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -23,6 +22,7 @@ from tidegate.gateway.http.response import respond
 from tidegate.gateway.ids import api_key_of
 from tidegate.gateway.turns.redaction import redact_text, redact_value
 from tidegate.gateway.turns.request_body import read_body
+from tidegate.service import exact
 from tidegate.types import MODEL_NAME
 
 LONGEST_WAIT_S = 60.0
@@ -57,13 +57,13 @@ class ClientRoutes:
         group = await self._conversations.feedback(
             client, body.id, body.name, body.reward(), body.reply_only, comment, correction
         )
-        await respond(send, 200, orjson.dumps({"group": group}))
+        await respond(send, 200, exact.dumps({"group": group}))
 
     async def erase(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
         await read_body(receive)
         group = await self._conversations.erase(client, str(scope["path_params"]["name"]))
-        await respond(send, 200, orjson.dumps({"group": group}))
+        await respond(send, 200, exact.dumps({"group": group}))
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
@@ -80,7 +80,7 @@ class ClientRoutes:
             "model": MODEL_NAME,
             "deadline_s": session.deadline_s,
         }
-        await respond(send, 200, orjson.dumps(row))
+        await respond(send, 200, exact.dumps(row))
 
     async def seal(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
@@ -100,7 +100,7 @@ class ClientRoutes:
             if showing.done():
                 state = showing.result()
                 row: dict[str, Any] = {"group": group, "state": state.state, "ended": state.ended}
-                await respond(send, 200, orjson.dumps(row | {"why": state.why}))
+                await respond(send, 200, exact.dumps(row | {"why": state.why}))
         finally:
             for task in (showing, gone):
                 task.cancel()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import orjson
 from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -13,6 +12,7 @@ from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.http.response import respond
 from tidegate.gateway.turns.request_body import parse, read_body
+from tidegate.service import exact
 
 
 class _Any(StringConvertor):
@@ -37,7 +37,7 @@ def routes(gateway: Gateway) -> list[Route]:
 
 async def _list(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     session = authenticate(gateway, scope, dict(scope["headers"]))
-    await respond(send, 200, orjson.dumps({"tools": list(gateway.environments.tools(session))}))
+    await respond(send, 200, exact.dumps({"tools": list(gateway.environments.tools(session))}))
 
 
 async def _call(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -46,7 +46,7 @@ async def _call(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
     arguments = parse(await read_body(receive) or b"{}")
     name = str(scope["path_params"]["name"])
     result = await gateway.environments.call_tool(session, name, arguments, _idempotency_key(headers))
-    await respond(send, 200, orjson.dumps({"content": result.content, "error": result.error}))
+    await respond(send, 200, exact.dumps({"content": result.content, "error": result.error}))
 
 
 async def _respond(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,7 +54,7 @@ async def _respond(gateway: Gateway, scope: Scope, receive: Receive, send: Send)
     session = authenticate(gateway, scope, headers)
     reply = schemas.read(schemas.AgentReply, await read_body(receive)).message
     response = await gateway.environments.respond(session, reply, _idempotency_key(headers))
-    await respond(send, 200, orjson.dumps({"message": response.message, "done": response.done}))
+    await respond(send, 200, exact.dumps({"message": response.message, "done": response.done}))
 
 
 def _idempotency_key(headers: dict[bytes, bytes]) -> str | None:

@@ -21,6 +21,7 @@ import zstandard
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
+from tidegate.service import exact
 from tidegate.types import Message, Turn, array_bytes, element_type
 
 TABLES = """
@@ -39,7 +40,6 @@ _ARRAY = 0xDD
 _FIELDS = [field.name for field in fields(Turn)]
 _turn_values = attrgetter(*_FIELDS)
 _node_values = attrgetter("request", "tools_hash", "history_hash", "reply_hash", "new_messages", "reply")
-_encoder = msgspec.msgpack.Encoder(enc_hook=array_bytes)
 
 # Arrays are read as bytes, which the arrays of the turn then share.
 _TYPES = get_type_hints(Turn, include_extras=True)
@@ -53,13 +53,13 @@ _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
 _VALUES: Any = tuple[*(_STORED[name] for name in _FIELDS)]  # type: ignore[misc]
 _Node = tuple[TurnRequestInfo, bytes, bytes, bytes, list[Message], Message]
 _Row: Any = tuple[_VALUES, _Node]
-_row_decoder: Any = msgspec.msgpack.Decoder(_Row)
-_pack_decoder: Any = msgspec.msgpack.Decoder(list[_Row])
+_row_decoder: Any = msgspec.msgpack.Decoder(_Row, ext_hook=exact.read_extension)
+_pack_decoder: Any = msgspec.msgpack.Decoder(list[_Row], ext_hook=exact.read_extension)
 
 
 def row(session: int, node: TurnNode) -> tuple[int, bytes]:
     """Returns the parameters of INSERT for a turn of session number `session`."""
-    return session, _encoder.encode((_turn_values(node.turn), _node_values(node)))
+    return session, exact.pack((_turn_values(node.turn), _node_values(node)), array_bytes)
 
 
 def lost(index: int) -> TurnNode:

@@ -15,12 +15,14 @@ import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.nesting import MAX_LEVELS, too_deep
+from tidegate.service import exact
+from tidegate.service.exact import EXACT
 from tidegate.types import Message
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 _THOUGHT_END = "</think>"
-_EXACT = 2**53
-"""Below it float64 represents every integer."""
+_LARGEST = 2**1023
+"""Integers beyond have no float64."""
 
 
 def template_form(message: Any, index: int) -> Message:
@@ -120,15 +122,15 @@ def _read_arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
-        return orjson.loads(arguments) if arguments.strip() else {}
-    except orjson.JSONDecodeError:
+        return exact.loads(arguments) if arguments.strip() else {}
+    except ValueError:
         return arguments
 
 
 def meaning(form: Message) -> bytes:
     """Bytes that are equal for messages of equal meaning; `form` is a `template_form`."""
     content = (form["role"], _content(form), form.get("name"), _calls(form))
-    return orjson.dumps(content, option=orjson.OPT_SORT_KEYS)
+    return exact.dumps(content, orjson.OPT_SORT_KEYS)
 
 
 def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
@@ -155,7 +157,7 @@ def normalized(messages: Sequence[Message]) -> list[Message]:
         form["content"] = _content(form)
         for call, (_, arguments) in zip(form.get("tool_calls", ()), _calls(form) or (), strict=True):
             numbers[call["id"]] = call["id"] = f"call{len(numbers):05d}"
-            call["function"]["arguments"] = orjson.loads(orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS))
+            call["function"]["arguments"] = exact.loads(exact.dumps(arguments, orjson.OPT_SORT_KEYS))
         if form.get("tool_call_id") in numbers:
             form["tool_call_id"] = numbers[form["tool_call_id"]]
         forms.append(form)
@@ -182,9 +184,9 @@ def _calls(form: Message) -> list[tuple[str, Any]] | None:
 def _normalized_numbers(value: Any) -> Any:
     """A JSON value with its numbers as in JavaScript: 1.0 is 1, and an integer above 2^53 is the nearest
     float64."""
-    if isinstance(value, int) and abs(value) >= _EXACT:
+    if isinstance(value, int) and EXACT <= abs(value) < _LARGEST:
         return float(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         return int(value)
     if isinstance(value, list):
         return [_normalized_numbers(item) for item in value]
@@ -199,5 +201,5 @@ def chain(key: bytes, form: Message) -> bytes:
 
 
 def root_key(tools: Any, options: Any) -> bytes:
-    what = orjson.dumps((tools or None, options or None), option=orjson.OPT_SORT_KEYS)
+    what = exact.dumps((tools or None, options or None), orjson.OPT_SORT_KEYS)
     return blake2b(what, digest_size=16).digest()

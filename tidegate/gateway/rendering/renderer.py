@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from tidegate.errors import StartError
 from tidegate.gateway.errors import ApiError
@@ -28,6 +27,7 @@ from tidegate.gateway.rendering.messages import normalized
 from tidegate.gateway.rendering.suffix_template import Continuation
 from tidegate.gateway.rendering.suffixes import MINIMAL_PROMPT, SuffixCache, Suffixes, Unrenderable
 from tidegate.gateway.rendering.tokenizer import Codec, load_tokenizer
+from tidegate.service import exact
 from tidegate.types import Ids, Message
 
 __all__ = ["LargeText", "Renderer", "Unrenderable", "load_tokenizer"]
@@ -84,8 +84,8 @@ class Renderer:
     ) -> Ids:
         """Ids of a complete prompt; shape [prompt]. Raises ApiError if the template fails, LargeText above
         `max_characters` characters."""
-        payload = orjson.dumps(messages)
-        more = orjson.dumps((tools, options, self.template.dates()))
+        payload = exact.dumps(messages)
+        more = exact.dumps((tools, options, self.template.dates()))
         key = blake2b(payload + more, digest_size=16).digest()
         with self._lock:
             if key in self._roots:
@@ -153,7 +153,7 @@ class Renderer:
         reply's template form, `last_id` the last id that the model sampled for it. Raises Unrenderable if the
         template has no suffix after this reply, LargeText above `max_characters` characters.
         """
-        _check(len(orjson.dumps(new)), max_characters)
+        _check(len(exact.dumps(new)), max_characters)
         # Some templates write the names of the reply's calls into their results.
         reply, new, tools, options = self._escaped((reply, new, tools, options))
         if self._short_ids:

@@ -18,6 +18,7 @@ from tidegate.gateway.rendering.suffix_template import (
     describe,
     infer,
 )
+from tidegate.service import exact
 from tidegate.types import Message
 
 _PLACEHOLDER = "zQstandQz"
@@ -137,11 +138,11 @@ class SuffixCache:
         if shape is None:
             return self._suffixes.after(context(), continuation)
         options = continuation.options
-        settings = orjson.dumps(options, option=orjson.OPT_SORT_KEYS) if options else b""
+        settings = exact.dumps(options, orjson.OPT_SORT_KEYS) if options else b""
         key: Any = (shape.kinds, settings, *self._suffixes.dates())
         entry = self._entries.get(key) or self._store(key, self._new_entry(shape, continuation))
         if entry.by_tools:
-            key = (*key, blake2b(orjson.dumps(continuation.tools), digest_size=16).digest())
+            key = (*key, blake2b(exact.dumps(continuation.tools), digest_size=16).digest())
             entry = self._entries.get(key) or self._store(key, _Entry(self._infer(shape, continuation)))
         if entry.template is None:
             return self._suffixes.after(context(), continuation)

@@ -6,9 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from tidegate.errors import GatewayError
+from tidegate.service import exact
 from tidegate.types import ToolCall
 
 MAX_RECORDED = 64 * 2**20
@@ -76,7 +75,7 @@ class SessionToolCalls:
     def add(self, call: ToolCall) -> None:
         """Adds a call that is in the journal."""
         self.recorded.append(call)
-        self.size += len(msgspec.msgpack.encode(call))
+        self.size += len(exact.pack(call))
 
     def restore(self, number: int, call: ToolCall, key: str | None) -> None:
         """Adds a call from the journal."""

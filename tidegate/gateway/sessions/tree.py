@@ -120,9 +120,22 @@ class TurnTree:
                 index = self._find_closed_turn(
                     history.hashes[at - 1] if at else history.tools_hash, history.messages[at]
                 )
+            else:
+                index = self._repeated_exactly(index, history.messages[at])
             if index is not None:
                 return index, at + 1
         return None, 0
+
+    def _repeated_exactly(self, index: int, message: Message) -> int:
+        """Returns the turn whose reply `message` repeats to the digit, of those that mean the same as turn
+        `index`: an integer and its rounded form, which some clients send, mean the same."""
+        reply_hash = self.nodes[index].reply_hash
+        alike = [node for node in reversed(self.nodes) if node.reply_hash == reply_hash]
+        if len(alike) < 2 or not message.get("tool_calls"):
+            return index
+        calls = template_form(message, 0)["tool_calls"]
+        same = [node.turn.index for node in alike if _same_arguments(node.reply, calls)]
+        return index if index in same or not same else same[0]
 
     def _renders_alike(
         self, history: RequestHistory, parent: int | None, start: int, render_alike: Alike
@@ -319,6 +332,11 @@ class TurnTree:
         """Returns the newest delivered turn; an exempt one only if every delivered turn is exempt."""
         delivered = [node for node in reversed(self.nodes) if node.turn.delivered]
         return next((node for node in delivered if node.turn.trainable), next(iter(delivered), None))
+
+
+def _same_arguments(reply: Message, calls: Sequence[Any]) -> bool:
+    own = template_form(reply, 0).get("tool_calls", ())
+    return [call["function"] for call in own] == [call["function"] for call in calls]
 
 
 def keep_tokens(turn: Turn, first: int, end: int) -> None:

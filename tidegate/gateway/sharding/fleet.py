@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
-import orjson
 from yarl import URL
 
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.http.schemas import Lease
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
+from tidegate.service import exact
 from tidegate.service.http1.client import delay_tolerant_timeout
 from tidegate.service.http_client import HttpClient, bearer
 
@@ -37,7 +36,7 @@ class Answer:
     content_type: str = "application/json"
 
     def json(self) -> Any:
-        return orjson.loads(self.body)
+        return exact.loads(self.body)
 
 
 class _DelayTolerantConnector(aiohttp.TCPConnector):
@@ -143,7 +142,7 @@ class Fleet(HttpClient):
     async def _once(
         self, shard: Shard, method: str, path: str, body: Any, headers: Mapping[str, str] | None
     ) -> Answer:
-        data = body if body is None or isinstance(body, bytes) else orjson.dumps(body)
+        data = body if body is None or isinstance(body, bytes) else exact.dumps(body)
         sent = {**(self._admin if headers is None else headers), "Content-Type": "application/json"}
         url = URL(shard.url + path, encoded=True)
         async with self.http.request(method, url, data=data, headers=sent) as response:
@@ -245,5 +244,5 @@ class LeaseAggregator:
 
 
 def _groups(answer: Answer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = msgspec.msgpack.decode(answer.body)["groups"]
+    groups: list[dict[str, Any]] = exact.unpack(answer.body)["groups"]
     return groups

@@ -15,8 +15,6 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-import msgspec
-import orjson
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -34,6 +32,7 @@ from tidegate.gateway.sharding.proxy import ReverseProxy, host_of
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import CONTENT_TYPE, counter, exposition, gauge, merged
+from tidegate.service import exact
 from tidegate.service.api_key import ApiKey
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
@@ -186,7 +185,7 @@ class ShardRouter:
         groups = await unless_disconnected(request.receive, leasing, self._leases.release)
         if groups is None:
             return Response(status_code=499)
-        return Response(msgspec.msgpack.encode({"groups": groups}), media_type="application/msgpack")
+        return Response(exact.pack({"groups": groups}), media_type="application/msgpack")
 
     async def _attempts(self, request: Request) -> Response:
         """The workers of all shards, each once."""
@@ -214,7 +213,7 @@ class ShardRouter:
         body = await _body(request)
         answers = await self.fleet.call_each(request.method, "/engines", body, _authorization(request))
         done = [answer for answer in answers if isinstance(answer, Answer) and answer.status < 400]
-        engine = orjson.loads(body) if done else {}
+        engine = exact.loads(body) if done else {}
         # A shard that did not answer gets the change after its restart.
         if done and request.method != "DELETE":
             row = done[0].json()
@@ -290,8 +289,8 @@ async def _body(request: Request) -> bytes:
 
 def _field(body: bytes, name: str) -> str | None:
     """A string field of a JSON body, or None; the shard reports an invalid body."""
-    with contextlib.suppress(orjson.JSONDecodeError):
-        payload = orjson.loads(body)
+    with contextlib.suppress(ValueError):
+        payload = exact.loads(body)
         if isinstance(payload, dict) and isinstance(payload.get(name), str):
             return str(payload[name])
     return None
@@ -309,7 +308,7 @@ def _forward(answer: Answer) -> Response:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+    return Response(exact.dumps(value), status, media_type="application/json")
 
 
 _ERRORS: dict[Any, Callable[[Request, Any], Response]] = {

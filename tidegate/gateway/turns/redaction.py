@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import orjson
-
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody
+from tidegate.service import exact
 from tidegate.tracebacks import where
 
 log = logging.getLogger("tidegate.gateway")
@@ -55,8 +54,10 @@ def redact_body(body: RawBody, redaction: Redaction) -> bytes:
         ApiError: The redaction failed, or the body is nested too deeply.
     """
     try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        value = exact.loads(body)
+    except exact.TooDeepError:
+        raise _too_deep() from None
+    except ValueError:
         return bytes(body)
     if not isinstance(value, dict):
         return bytes(body)
@@ -67,8 +68,8 @@ def redact_body(body: RawBody, redaction: Redaction) -> bytes:
     if name_of_conversation is not None:
         value["metadata"]["session_id"] = name_of_conversation
     try:
-        return orjson.dumps(value)
-    except orjson.JSONEncodeError as error:
+        return exact.dumps(value)
+    except (TypeError, ValueError) as error:
         raise ApiError(f"the body cannot be redacted: {error}"[:300], code="redaction_failed") from None
 
 
@@ -85,9 +86,7 @@ def redact_value(value: Any, redaction: Redaction, *, free: bool = False, depth:
         ApiError: The redaction failed, or the data is nested too deeply.
     """
     if depth > DEEPEST:
-        raise ApiError(
-            f"the body is nested more than {DEEPEST} levels and cannot be redacted", code="redaction_failed"
-        )
+        raise _too_deep()
     if isinstance(value, str):
         return redact_text(value, redaction)
     if isinstance(value, list):
@@ -128,6 +127,12 @@ def _joined(parts: list[Any], redaction: Redaction) -> list[Any]:
 
 def _has_text(part: Any) -> bool:
     return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
+def _too_deep() -> ApiError:
+    return ApiError(
+        f"the body is nested more than {DEEPEST} levels and cannot be redacted", code="redaction_failed"
+    )
 
 
 def _is_structure(name: str, part: dict[str, Any]) -> bool:

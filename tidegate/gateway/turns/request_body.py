@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 from starlette.types import Receive
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.large_json import Folded, fold
 from tidegate.gateway.nesting import MAX_BODY_LEVELS, too_deep
 from tidegate.gateway.request import RawBody
+from tidegate.service import exact
 from tidegate.service.direct.asgi import DirectReceive
 
 MAX_BODY = 64 * 2**20
@@ -67,8 +67,8 @@ def _too_large() -> ApiError:
 def parse(body: RawBody) -> dict[str, Any]:
     """Parses a body. Raises ApiError unless it is a JSON object."""
     try:
-        payload = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        payload = exact.loads(body)
+    except ValueError as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     brackets = body.count(b"{") + body.count(b"[")
     return _checked(payload, brackets > MAX_BODY_LEVELS)

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from tidegate.errors import ConfigError, StorageError
 from tidegate.program import advise_extra
+from tidegate.service import exact
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
@@ -41,7 +40,7 @@ def write_sft(run_dir: Path, out: Path, min_reward: float) -> int:
         for step, line in _episodes(run_dir):
             if line["reward"] is not None and line["reward"] >= min_reward and line["messages"]:
                 chat = {name: line[name] for name in ("messages", "task_id", "reward")}
-                file.write(orjson.dumps({**chat, "step": step}) + b"\n")
+                file.write(exact.dumps({**chat, "step": step}) + b"\n")
                 written += 1
     return written
 
@@ -65,7 +64,7 @@ def write_corrections(run_dir: Path, out: Path) -> int:
     with _replacing(out) as part, part.open("wb") as file:
         for step, line in _episodes(run_dir):
             for _, name, messages in corrections_of(line["metadata"]):
-                file.write(orjson.dumps({"messages": messages, "name": name, "step": step}) + b"\n")
+                file.write(exact.dumps({"messages": messages, "name": name, "step": step}) + b"\n")
                 written += 1
     return written
 

@@ -14,6 +14,7 @@ it is recorded even if that step is never taken. The step then adds its batch to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ import orjson
 
 from tidegate import failpoints
 from tidegate.errors import TidegateError
+from tidegate.service import exact
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
@@ -223,17 +225,23 @@ def _erase(paths: Iterable[Path], groups: Collection[str]) -> None:
 def bounded_answer(answer: Any) -> Any:
     """Return a gold answer for a line: the value, or if it is too long its start and the omitted length.
 
-    Values without a JSON form (sets, 2**70, keys that are not text) become text.
+    Values without a JSON form (sets, keys that are not text) become text.
     """
     try:
         encoded = orjson.dumps(answer, default=str)
     except orjson.JSONEncodeError:
-        answer = repr(answer)
-        encoded = orjson.dumps(answer)
+        encoded = _exact_or_text(answer)
     text = answer if isinstance(answer, str) else encoded.decode()
     if len(text) <= LONGEST_ANSWER:
-        return orjson.loads(encoded)
+        return exact.loads(encoded)
     return f"{text[:LONGEST_ANSWER]} … ({len(text) - LONGEST_ANSWER:,} more characters)"
+
+
+def _exact_or_text(answer: Any) -> bytes:
+    with contextlib.suppress(TypeError, ValueError):
+        if exact.loads(encoded := exact.dumps(answer)) == answer:
+            return encoded
+    return orjson.dumps(repr(answer))
 
 
 def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
@@ -262,8 +270,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                content = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
+                content = exact.loads(line)
+            except ValueError as error:
                 if not has_batch and not line.endswith(b"\n"):
                     return
                 raise TidegateError(f"{path}, line {number}: not JSON: {error}") from None
@@ -283,7 +291,7 @@ def step_files(run_dir: Path) -> dict[int, Path]:
 
 
 def _line(content: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    return exact.dumps(content, orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
 def _advantage_fields(advantage: Advantage) -> dict[str, Any]:

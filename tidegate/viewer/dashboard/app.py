@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from tidegate.service import exact
 from tidegate.service.local_only import is_loopback
 from tidegate.service.serve import Listen, run_app
 from tidegate.viewer.dashboard import comparison, views
@@ -82,7 +82,7 @@ def _empty_app(host: str, page: str) -> FastAPI:
 
 
 def _json(value: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+    return Response(exact.dumps(value), status, media_type="application/json")
 
 
 def _refusal(status: int, message: str) -> Response:

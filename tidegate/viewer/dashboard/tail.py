@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import orjson
-
+from tidegate.service import exact
 from tidegate.trainer.ledger.jsonl import nth_part
 
 BLOCK = 1 << 22
@@ -101,9 +100,9 @@ def whole_lines(file: BinaryIO, start: int) -> Iterator[tuple[int, bytes]]:
 def json_object(line: bytes) -> dict[str, Any] | None:
     """Returns a line as a JSON object; None if it is not one."""
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        # orjson refuses NaN and lone surrogates, which other writers may produce.
+        value = exact.loads(line)
+    except ValueError:
+        # The parser refuses NaN and lone surrogates, which other writers may produce.
         try:
             value = json.loads(line.decode("utf-8", errors="replace"))
         except (ValueError, RecursionError):

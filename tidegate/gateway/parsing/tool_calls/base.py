@@ -13,6 +13,14 @@ Tools = Sequence[Any]
 """The tools of a request, in the format of Chat Completions."""
 Read = Callable[[str, Tools], list[SampledCall] | None]
 """Reads the calls in a block's text; returns None if it is malformed."""
+Quotes = Callable[[str, int], int]
+"""Adds a piece of a block's text to the number of arguments that are open at its end: unless the number is 0,
+an end marker after it is a part of an argument."""
+
+
+def in_json_string(piece: str, opened: int) -> int:
+    """`Quotes` of JSON: whether a string is open."""
+    return opened ^ piece.replace("\\\\", "").replace('\\"', "").count('"') % 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,11 @@ def single_call_stop(tool_format: ToolCallFormat, use: ToolUse) -> str | None:
 class BlockParser:
     """Parses blocks from `opening` to `closing`, or if that is None to the next block or the end. `section`
     are markers around several blocks. These markers and whitespace between content and a call are dropped. A
-    block that `read` rejects, or that is never closed, stays content."""
+    block that `read` rejects, or that is never closed, stays content.
+
+    An end marker within an argument (`quotes`), or not after the end of a `frame` that the block begins, ends
+    the block only if no later one does: then the arguments were malformed.
+    """
 
     def __init__(
         self,
@@ -64,6 +76,8 @@ class BlockParser:
         opening: str,
         closing: str | None = None,
         section: tuple[str, str] | None = None,
+        quotes: Quotes = in_json_string,
+        frame: tuple[str, str] = ("", ""),
     ) -> None:
         self.status: str | None = None
         self._read = read
@@ -73,7 +87,11 @@ class BlockParser:
         self._section = section
         self._markers = (opening, *(section or ()))
         self._buffer = ""
+        self._quotes = quotes
+        self._frame = frame
         self._searched = 0  # characters of the block already searched for its end
+        self._counted = self._opened = 0  # characters that `quotes` has read, and its result
+        self._skipped: list[int] = []  # end markers that seemed to be within an argument
         self._blank = ""  # whitespace and markers, content only if content follows
         self._inside = False
         self._called = False
@@ -87,13 +105,18 @@ class BlockParser:
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
+        while self._inside:
+            if self._closing is None and (not self._skipped or self._read(self._buffer, self._tools)):
+                self._block(parts, self._buffer)
+                self._buffer, self._inside = "", False
+            elif self._skipped:
+                self._end_early(parts)
+                parts += self.feed("")
+            else:
+                self._malformed(parts, self._opening + self._buffer)
+                self._buffer, self._inside = "", False
         rest, self._buffer = self._buffer, ""
-        if self._inside and self._closing is None:
-            self._block(parts, rest)
-        elif self._inside:
-            self._malformed(parts, self._opening + rest)
-        else:
-            self._content(parts, rest)
+        self._content(parts, rest)
         if self._blank and not self._called:
             if self._blank.strip():
                 self.status = "malformed"  # a section without a call
@@ -108,6 +131,7 @@ class BlockParser:
         self._buffer = self._buffer[at + len(marker or "") :]
         if marker == self._opening:
             self._inside = True
+            self._begin()
         elif marker and (not self._called or (self._section is not None and marker == self._section[0])):
             self._blank += marker
         return marker is not None
@@ -115,15 +139,41 @@ class BlockParser:
     def _within(self, parts: list[Part]) -> bool:
         """Consume a block if it is complete; whether there may be more to consume."""
         end = self._closing or self._opening
-        at = self._buffer.find(end, self._searched)
-        if at < 0:
-            self._searched = max(0, len(self._buffer) - len(end) + 1)
-            return False
-        block, self._buffer = self._buffer[:at], self._buffer[at + len(end) :]
-        self._searched = 0
+        while (at := self._buffer.find(end, self._searched)) >= 0:
+            self._opened = self._quotes(self._buffer[self._counted : at], self._opened)
+            self._counted, self._searched = at, at + len(end)
+            if self._opened or self._framed(at):
+                self._skipped.append(at)
+            elif self._skipped and not self._read(self._buffer[:at], self._tools):
+                self._end_early(parts)
+                return True
+            else:
+                self._end_at(parts, at)
+                return True
+        self._searched = max(self._searched, len(self._buffer) - len(end) + 1)
+        return False
+
+    def _framed(self, at: int) -> bool:
+        begin, end = self._frame
+        return begin in self._buffer[:at] and not self._buffer[:at].rstrip().endswith(end)
+
+    def _begin(self) -> None:
+        """Starts at the beginning of a block."""
+        self._searched = self._counted = self._opened = 0
+        self._skipped = []
+
+    def _end_early(self, parts: list[Part]) -> None:
+        """Ends a block at the first skipped marker that makes it a call, or at the first one."""
+        skipped = self._skipped
+        self._end_at(
+            parts, next((at for at in skipped if self._read(self._buffer[:at], self._tools)), skipped[0])
+        )
+
+    def _end_at(self, parts: list[Part], at: int) -> None:
+        block, self._buffer = self._buffer[:at], self._buffer[at + len(self._closing or self._opening) :]
         self._block(parts, block)
         self._inside = self._closing is None  # without a closing marker, the next block has begun
-        return True
+        self._begin()
 
     def _block(self, parts: list[Part], text: str) -> None:
         calls = self._read(text, self._tools)

@@ -6,29 +6,38 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from tidegate.gateway.nesting import too_deep
 from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
+from tidegate.service import exact
 
 _TAGS = ("<tool_call>", "</tool_call>")
+ARGUMENTS = frozenset(("arguments", "parameters", "args"))
+"""Fields of a call in which models write its arguments, whatever their format has."""
+_BESIDE = frozenset(("name", "id", "type", "index"))
+"""Other fields of a call, which have no arguments."""
 
 
 def load_json(text: str) -> Any:
     """Parses JSON; returns None if it is invalid."""
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return exact.loads(text)
+    except ValueError:
         return None
 
 
-def read_call(value: Any, keys: Sequence[str] = ("arguments",)) -> SampledCall | None:
-    """Reads a JSON value as a call, its arguments under one of `keys` or omitted; None if it is none."""
+def read_call(value: Any) -> SampledCall | None:
+    """Reads a JSON value as a call, with arguments under one of ARGUMENTS or without; None if it is none, or
+    if other fields may be arguments."""
     if not isinstance(value, dict):
         return None
-    arguments: Any = next((value[key] for key in keys if key in value), {})
-    return make_call(value.get("name"), load_json(arguments) if isinstance(arguments, str) else arguments)
+    keys = value.keys() - _BESIDE
+    if len(keys) > 1 or not keys <= ARGUMENTS:
+        return None
+    arguments: Any = value[keys.pop()] if keys else {}
+    if isinstance(arguments, str):
+        arguments = load_json(arguments) if arguments.strip() else {}
+    return make_call(value.get("name"), arguments)
 
 
 def make_call(name: Any, arguments: Any) -> SampledCall | None:
@@ -36,8 +45,8 @@ def make_call(name: Any, arguments: Any) -> SampledCall | None:
     if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
         return None
     try:
-        return SampledCall(name, orjson.dumps(arguments).decode())
-    except orjson.JSONEncodeError:
+        return SampledCall(name, exact.dumps(arguments).decode())
+    except (TypeError, ValueError):
         return None
 
 
@@ -61,7 +70,7 @@ def _read_hermes(text: str, _: Tools) -> list[SampledCall] | None:
 
 def json_start(name: str | None, key: str) -> str:
     """Returns the beginning of a JSON call of the tool `name` whose arguments are under `key`."""
-    return '{"name":' if name is None else f'{{"name": {orjson.dumps(name).decode()}, "{key}":'
+    return '{"name":' if name is None else f'{{"name": {exact.dumps(name).decode()}, "{key}":'
 
 
 HERMES = ToolCallFormat(

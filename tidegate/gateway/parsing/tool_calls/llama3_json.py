@@ -7,14 +7,14 @@ or a JSON answer, so it is held back until its end.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from tidegate.gateway.parsing.parts import Part, SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, json_start, read_call
+from tidegate.gateway.parsing.tool_calls.json_formats import ARGUMENTS, all_or_none, json_start, read_call
 
 _TAG = "<|python_tag|>"
-_KEYS = ("parameters", "arguments")
 
 
 def _read(text: str, _: Tools) -> list[SampledCall] | None:
@@ -23,13 +23,13 @@ def _read(text: str, _: Tools) -> list[SampledCall] | None:
 
 def _load_json_values(text: str) -> list[Any]:
     """Parses JSON values separated by `;` or whitespace; returns [] if anything else occurs."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
     values: list[Any] = []
     rest = text.strip()
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             return []
         values.append(value)
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
@@ -38,8 +38,15 @@ def _load_json_values(text: str) -> list[Any]:
 
 def _call(value: Any) -> SampledCall | None:
     """Reads a call; an object without arguments is taken for a JSON answer."""
-    is_call = isinstance(value, dict) and any(key in value for key in _KEYS)
-    return read_call(value, _KEYS) if is_call else None
+    return read_call(value) if isinstance(value, dict) and value.keys() & ARGUMENTS else None
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"JSON has no number {text}")
 
 
 class LlamaParser:
@@ -71,7 +78,7 @@ class LlamaParser:
             return self._blocks.finish()
         calls = _read(self._held, self._tools)
         if calls is None:
-            meant_as_call = '"name"' in self._held and any(f'"{key}"' in self._held for key in _KEYS)
+            meant_as_call = '"name"' in self._held and any(f'"{key}"' in self._held for key in ARGUMENTS)
             self._status = "malformed" if meant_as_call else None
             return [self._held] if self._held else []
         self._status = "ok"

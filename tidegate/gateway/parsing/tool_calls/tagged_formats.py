@@ -6,66 +6,67 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from tidegate.gateway.parsing.parts import SampledCall
-from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
+from tidegate.gateway.parsing.tool_calls.base import BlockParser, Quotes, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, make_call
+from tidegate.gateway.parsing.tool_calls.schema_types import type_of, types_of_property
+from tidegate.service import exact
+from tidegate.service.exact import EXACT
 
 _TAGS = ("<tool_call>", "</tool_call>")
+_WHOLE = re.compile(r"(-?\d+)\.0+")
+_NUMBERS = frozenset(("integer", "number"))
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def _read_arguments(tools: Tools, name: str, texts: list[tuple[str, str]]) -> list[SampledCall] | None:
     """Reads a call whose arguments are pairs of a name and a text."""
-    schemas = _parameter_schemas(tools, name)
-    arguments = {key.strip(): parse_value(text, schemas.get(key.strip())) for key, text in texts}
+    schema = _parameters(tools, name)
+    arguments = {
+        key.strip(): parse_value(text, types_of_property(schema, key.strip())) for key, text in texts
+    }
     return all_or_none([make_call(name, arguments)])
 
 
-def _parameter_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if isinstance(function, Mapping) and function.get("name") == name:
-            parameters = function.get("parameters")
-            schemas = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return schemas if isinstance(schemas, Mapping) else {}
-    return {}
+def _parameters(tools: Tools, name: str) -> Any:
+    """Returns the schema of a tool's arguments; None for an unknown tool."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    found = [each for each in functions if isinstance(each, Mapping) and each.get("name") == name]
+    return found[0].get("parameters") if found else None
 
 
-def parse_value(text: str, schema: Any) -> Any:
-    """Converts an argument. Text stays text if the parameter may be a string; else it is parsed as JSON or
-    Python's True, False or None. Invalid text stays text, for the tool to reject."""
-    kinds = _kinds(schema)
+def parse_value(text: str, types: frozenset[str]) -> Any:
+    """Converts an argument of one of these JSON types; none: it may have any. Text stays text if it may be a
+    string; else it is parsed as JSON or Python's True, False or None. Invalid text stays text, for the tool
+    to reject."""
     bare = text.strip()
-    if "string" in kinds:
-        return None if "null" in kinds and bare.lower() in ("null", "none") else text
-    if bare.lower() in _WORDS and (not kinds or kinds & {"boolean", "null"}):
+    if "string" in types:
+        return None if "null" in types and bare.lower() in ("null", "none") else text
+    if bare.lower() in _WORDS and (not types or types & {"boolean", "null"}):
         return _WORDS[bare.lower()]
+    whole = types & _NUMBERS == {"integer"}
+    if whole and (match := _WHOLE.fullmatch(bare)):
+        bare = match[1]  # not by a float, which may round it
     try:
-        return orjson.loads(bare)
-    except orjson.JSONDecodeError:
+        value = exact.loads(bare)
+    except ValueError:
         return text
+    if whole and isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+        return int(value)  # such as 1e3
+    return value if not types or type_of(value) in types | _NUMBERS else text
 
 
-def _kinds(schema: Any) -> set[str]:
-    """Returns the JSON types that a schema permits; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    kinds = {kind} if isinstance(kind, str) else {name for name in kind or () if isinstance(name, str)}
-    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
-        kinds.add("string")
-    for key in ("anyOf", "oneOf"):
-        for option in schema.get(key) or ():
-            kinds |= _kinds(option)
-    return kinds
+def _between(opening: str, closing: str) -> Quotes:
+    """Returns the `Quotes` of arguments between tags, which may contain pairs of them."""
+    return lambda piece, opened: max(0, opened + piece.count(opening) - piece.count(closing))
 
 
 # Qwen3-Coder: `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`, one tag a line
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)\s*>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^<>\s]+)\s*>\n?(.*?)\n?</parameter>\s*(?=<parameter=[^<>\s]+\s*>|\Z)", re.DOTALL
+)
 
 
 def _read_qwen(text: str, tools: Tools) -> list[SampledCall] | None:
@@ -81,7 +82,13 @@ def _read_qwen(text: str, tools: Tools) -> list[SampledCall] | None:
 QWEN3_CODER = ToolCallFormat(
     "qwen3_coder",
     _TAGS,
-    lambda tools: BlockParser(_read_qwen, tools, *_TAGS),
+    lambda tools: BlockParser(
+        _read_qwen,
+        tools,
+        *_TAGS,
+        quotes=_between("<parameter=", "</parameter>"),
+        frame=("<function=", "</function>"),
+    ),
     lambda name: _TAGS[0] + "\n<function" + ("" if name is None else f"={name}"),
     call_end=_TAGS[1],
 )
@@ -89,7 +96,9 @@ QWEN3_CODER = ToolCallFormat(
 # GLM-4.5 and later: `<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>`
 
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+_PAIR = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
+)
 
 
 def _read_glm(text: str, tools: Tools) -> list[SampledCall] | None:
@@ -104,7 +113,9 @@ def _read_glm(text: str, tools: Tools) -> list[SampledCall] | None:
 GLM45 = ToolCallFormat(
     "glm45",
     (*_TAGS, *_ARGUMENTS),
-    lambda tools: BlockParser(_read_glm, tools, *_TAGS),
+    lambda tools: BlockParser(
+        _read_glm, tools, *_TAGS, quotes=_between(*_ARGUMENTS[2:]), frame=(_ARGUMENTS[0], _ARGUMENTS[3])
+    ),
     lambda name: _TAGS[0] + (name or ""),
     call_end=_TAGS[1],
 )

@@ -1,0 +1,101 @@
+"""Finds the JSON types that a tool's JSON schema permits for an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from tidegate.gateway.nesting import MAX_LEVELS
+
+_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+_ANY: frozenset[str] = frozenset()
+
+
+def type_of(value: Any) -> str:
+    """Returns the JSON type of a value."""
+    return _TYPES.get(type(value), "null")
+
+
+def types_of_property(schema: Any, name: str) -> frozenset[str]:
+    """Returns the JSON types of a property of an object with this schema; empty if none is named. References
+    are to places in the schema."""
+    known: dict[int, frozenset[str]] = {}
+    return _ANY.union(*(_types(each, schema, known) for each in _properties(schema, name, schema, {})))
+
+
+def _properties(schema: Any, name: str, root: Any, seen: dict[int, None], levels: int = 0) -> Iterator[Any]:
+    """Yields the schemas that an object's schema, or its parts, have for a property."""
+    if not isinstance(schema, Mapping) or id(schema) in seen or levels > MAX_LEVELS:
+        return
+    seen[id(schema)] = None
+    named = schema.get("properties")
+    if isinstance(named, Mapping) and name in named:
+        yield named[name]
+    else:
+        patterns = schema.get("patternProperties")  # not matched: a client's pattern may take for ever
+        yield from patterns.values() if isinstance(patterns, Mapping) else ()
+        yield schema.get("additionalProperties")
+    for part in (*_required(schema, root), *_options(schema)):
+        yield from _properties(part, name, root, seen, levels + 1)
+
+
+def _types(schema: Any, root: Any, known: dict[int, frozenset[str]], levels: int = 0) -> frozenset[str]:
+    """Returns the types that a schema permits; empty if it names none. `known` has those of schemas that were
+    read, and none for those that refer to themselves."""
+    if not isinstance(schema, Mapping) or levels > MAX_LEVELS:
+        return _ANY
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = _ANY
+    kind = schema.get("type")
+    found = [frozenset([kind] if isinstance(kind, str) else filter(_is_text, _list(schema, "type")))]
+    found.append(frozenset(map(type_of, _list(schema, "enum"))))
+    if "const" in schema:
+        found.append(frozenset([type_of(schema["const"])]))
+    found.append(_ANY.union(*(_types(each, root, known, levels + 1) for each in _options(schema))))
+    found += [_types(each, root, known, levels + 1) for each in _required(schema, root)]
+    types = _ANY
+    for each in filter(None, found):
+        types = (types & each or _narrower(types, each)) if types else each
+    if types and schema.get("nullable") is True:
+        types |= {"null"}
+    known[id(schema)] = types
+    return types
+
+
+def _narrower(one: frozenset[str], other: frozenset[str]) -> frozenset[str]:
+    """Returns the types of two sets without a common one: an integer is a number; others contradict."""
+    return frozenset(["integer"]) if {"integer", "number"} <= one | other else one | other
+
+
+def _required(schema: Mapping[str, Any], root: Any) -> Iterator[Any]:
+    """Yields the schemas that must hold beside this one."""
+    yield from _list(schema, "allOf")
+    if isinstance(schema.get("$ref"), str):
+        yield _place(schema["$ref"], root)
+
+
+def _options(schema: Mapping[str, Any]) -> list[Any]:
+    return _list(schema, "anyOf") + _list(schema, "oneOf")
+
+
+def _place(reference: str, root: Any) -> Any:
+    """Returns the place in a schema to which a JSON pointer refers; None if there is none."""
+    value = root if reference.startswith("#") else None
+    for step in reference.split("/")[1:]:
+        key = unquote(step).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
