@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -47,7 +47,7 @@ from tidegate.trainer.records.judge import JudgeRecord
 from tidegate.trainer.records.lift_requests import lift_requested
 from tidegate.trainer.records.load import LoadLog
 from tidegate.trainer.records.metrics import MetricsLog, reached
-from tidegate.trainer.records.recorder import Recorder
+from tidegate.trainer.records.recorder import Recorder, age_metrics
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.result import RunResult
@@ -455,7 +455,7 @@ class Training:
             "groups/filtered_solved": float(admission.filtered_alike["solved"]),
             "groups/filtered_failed": float(admission.filtered_alike["failed"]),
             "groups/filtered_cut": float(admission.filtered_alike["cut"]),
-            **_ages(admission.stale_ages),
+            **age_metrics(admission.stale_ages),
             "groups/quarantined_tasks": float(len(admission.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
@@ -468,11 +468,3 @@ class Training:
             **self.tokens.metrics(),
             **({} if self.teacher is None else self.teacher.metrics()),
         }
-
-
-def _ages(ages: Mapping[int, int]) -> dict[str, float]:
-    """Return mean and maximum staleness of the groups that were dropped as stale."""
-    if not ages:
-        return {}
-    mean = sum(age * groups for age, groups in ages.items()) / sum(ages.values())
-    return {"staleness_dropped/mean": mean, "staleness_dropped/max": float(max(ages))}

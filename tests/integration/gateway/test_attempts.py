@@ -121,7 +121,7 @@ async def test_polls_that_wait_share_what_is_queued(stage: Stage) -> None:
     await eventually(lambda: len(queue.workers()) == 3)
     request = SessionRequest(task=TASK, offer_heartbeat_s=60.0)
     for _ in range(6):
-        queue.add(stage.gateway._new_session(request, "key"))
+        queue.add(stage.gateway._new_session(request, "key", None, None))
     assert [len(await poll) for poll in polls] == [2, 2, 2]
 
 

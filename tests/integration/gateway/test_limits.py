@@ -165,7 +165,7 @@ async def test_a_full_queue_refuses_a_call_with_a_status_that_sdks_retry(stage: 
     assert (await stage.client.finish(access.session_id, reward=1)).outcome is Outcome.COMPLETED
 
 
-async def test_an_agent_that_failed_on_a_full_queue_is_an_infra_error(stage: Stage) -> None:
+async def test_an_agent_that_failed_on_a_full_queue_timed_out_on_slow_engines(stage: Stage) -> None:
     sessions = [await opened(stage, retries=0) for _ in range(3)]
     stage.engine.faults.append(Fault("hold"))
     calls = [asyncio.create_task(ask(sessions[0][1]))]
@@ -176,7 +176,7 @@ async def test_an_agent_that_failed_on_a_full_queue_is_an_infra_error(stage: Sta
     with pytest.raises(openai.InternalServerError):
         await ask(llm)
     summary = await stage.client.finish(access.session_id, outcome="agent_error")
-    assert (summary.outcome, summary.reward) == (Outcome.INFRA_ERROR, None)
+    assert (summary.outcome, summary.reward) == (Outcome.TIMEOUT, None)
     stage.engine.release()
     await asyncio.gather(*calls)
 

@@ -251,7 +251,7 @@ class Failing(Journal):
     """One thing cannot be written."""
 
     def __init__(self, what: str) -> None:
-        async def fails(*_: object) -> None:
+        async def fails(*_: object, **__: object) -> None:
             raise GatewayError("the disk is full", status=503)
 
         setattr(self, what, fails)

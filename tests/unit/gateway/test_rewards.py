@@ -101,7 +101,7 @@ async def test_a_judge_that_does_not_respond_is_infra_error() -> None:
     assert "does not respond" in str(one.error)
 
 
-@pytest.mark.parametrize("claimed", [math.nan, "1", [1], True])
+@pytest.mark.parametrize("claimed", [math.nan, "1", [1]])
 async def test_an_agents_reward_that_is_no_number_is_reward_error(claimed: Any) -> None:
     assert (await ended(None, claimed=claimed)).outcome is Outcome.REWARD_ERROR
 

@@ -47,6 +47,23 @@ def _short(reward: Any) -> Any:
     return reward if reward is None or _number(reward) is not None else repr(reward)[:200]
 
 
+# pydantic's own limits of length refuse texts with lone surrogates, which `storable` replaces.
+def _bounded_output(output: str | None) -> str | None:
+    if output is not None and len(output) > MAX_OUTPUT:
+        raise ValueError(f"it has {len(output)} characters, and at most {MAX_OUTPUT} are allowed")
+    return output
+
+
+def _bounded_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    longest = max(map(len, metrics), default=0)
+    if max(len(metrics), longest) > MAX_METRICS:
+        raise ValueError(
+            f"it has {len(metrics)} entries and names of up to {longest} characters, and at most "
+            f"{MAX_METRICS} of both are allowed"
+        )
+    return metrics
+
+
 def _number(value: Any) -> float | None:
     """Returns a number of JSON; None for another value, and for an integer beyond a float."""
     try:
@@ -58,13 +75,11 @@ def _number(value: Any) -> float | None:
 class AgentReport(Body):
     """How an agent's run ended; by default the gateway decides on the outcome."""
 
-    output: Annotated[str, Field(max_length=MAX_OUTPUT)] | None = None
+    output: Annotated[str | None, AfterValidator(_bounded_output)] = None
     outcome: Outcome | None = None
     reward: Annotated[Any, AfterValidator(_short)] = None
     """Any value: one that is not a finite number ends the session as `reward_error`."""
-    metrics: Annotated[
-        dict[Annotated[str, Field(max_length=MAX_METRICS)], Any], Field(max_length=MAX_METRICS)
-    ] = {}
+    metrics: Annotated[dict[str, Any], AfterValidator(_bounded_metrics)] = {}
     error: str | None = None
     """Its end is cut off, if it is long."""
 

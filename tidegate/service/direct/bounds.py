@@ -21,6 +21,8 @@ LINGER_S, LINGER_BYTES = 2.0, 1024 * 1024
 the refusal lost."""
 GONE_S, PROBE_S = 0.2, 5.0
 """Seconds after which a client that has closed its side of the connection is probed, and between probes."""
+TAKING = ("/groups/lease", "/attempts/next")
+"""Ends of paths whose response is lost if the client has left: a closed side counts as leaving at once."""
 TCP_CLOSED = 7
 """State of a socket in TCP_INFO, once the client has reset the connection."""
 _REFUSALS = {
@@ -108,6 +110,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Returns whether the connection stays open, for a response to a complete request."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        if cycle.scope["path"].endswith(TAKING):
             return False
         if cycle.response_started and cycle.keep_alive:
             return False  # a client that closes a stream, which must be known at once

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +98,14 @@ class Recorder:
         self._steps_at.setdefault(selection.version, taken)
         steps = [self._steps_at.get(selection.version - age) for age in selection.staleness]
         return [taken - step for step in steps if step is not None]
+
+
+def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
+    """Return mean and maximum staleness of the groups that were dropped as stale."""
+    if not ages:
+        return {}
+    mean = sum(age * groups for age, groups in ages.items()) / sum(ages.values())
+    return {"staleness_dropped/mean": mean, "staleness_dropped/max": float(max(ages))}
 
 
 def _lost(now: dict[str, float], previous: dict[str, float]) -> dict[str, float]:

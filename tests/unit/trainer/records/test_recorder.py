@@ -24,7 +24,7 @@ from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.judge import JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog, read_metrics
-from tidegate.trainer.records.recorder import Recorder, custom_metrics
+from tidegate.trainer.records.recorder import Recorder, age_metrics, custom_metrics
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.trainer.rollout.evaluator import SUITE, Evaluator, _metrics
@@ -207,7 +207,10 @@ def _of_what_was_lost() -> dict[str, float]:
     tokens = TokenCounts()
     tokens.record_wasted(1, State.STALE, 1)
     tokens.record_wasted(1, State.FAILED, 1)
-    return {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}
+    lost = {name: value for name, value in tokens.metrics().items() if name.startswith("selection/")}
+    ages = age_metrics({3: 1, 6: 2})
+    assert ages == {"staleness_dropped/mean": 5.0, "staleness_dropped/max": 6.0}
+    return {**lost, **ages}
 
 
 def _of_a_curriculum() -> dict[str, float]:
@@ -219,6 +222,7 @@ def _of_a_curriculum() -> dict[str, float]:
 def _of_failures() -> dict[str, float]:
     outcomes = ("agent_error", "reward_error", "timeout", "infra_error", "cancelled")
     causes = [failure_cause(outcome, spared=spared) for outcome in outcomes for spared in (False, True)]
+    causes += [failure_cause("timeout", spared=False, slow=True)]
     return {f"failures/{cause}": 1.0 for cause in causes}
 
 
