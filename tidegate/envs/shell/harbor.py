@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -102,10 +104,16 @@ class Harbor(SandboxedEnvironment, Finite):
             {f"{PLACE}/tests/{path}": content for path, (content, _) in tests.items()},
             timeout_s=folder.verifier_s,
         )
-        if result.timed_out or result.limit is not None:
-            # The work caused it: a policy cannot discard an episode by work that hangs or fills the disk.
-            return Grade(0.0, {"without_reward": 1.0})
-        return graded(result.stdout)
+        exceeded = result.timed_out or result.limit is not None
+        try:
+            if not exceeded:
+                return graded(result.stdout)
+        except RewardError as error:
+            # A full disk ends no process: its writes fail, and the script may go on without a reward.
+            if os.strerror(errno.ENOSPC) not in str(error):
+                raise
+        # The work caused it: a policy cannot discard an episode by work that hangs or fills the disk.
+        return Grade(0.0, {"without_reward": 1.0})
 
     def _folder(self, task: Task) -> TaskFolder:
         return read_task_folder(Path(task.info["folder"]), self._ignore_dockerfile)
