@@ -175,7 +175,6 @@ async def test_a_budget_of_tool_calls_truncates_the_episode(
         await session.call(call("read", str(number)))
     with pytest.raises(openai.PermissionDeniedError, match="budget is exhausted"):
         await session.call(call("read", "3"))
-    assert (await session.call(call("read", "2")))["content"] == "é" * 10, "a repeated call is no new one"
     trajectory = await finished(stage, session, outcome="agent_error")
     assert (trajectory.outcome, len(trajectory.tool_calls)) == (Outcome.TRUNCATED, 2)
 
@@ -222,9 +221,12 @@ async def test_a_call_whose_client_is_gone_is_recorded(stage: Stage, service: Lo
         await eventually(lambda: service.calls == 2)
         posting.cancel()
         await asyncio.wait((posting,))
-    again = asyncio.create_task(session.call(call("enter", "2", digit=4)))
     service.hold.set()
-    assert (await again)["content"] == "closed"
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{session.url}/tools/enter", json={"digit": 4}) as again,
+    ):
+        assert "closed" in await again.text()
     assert service.calls == 2
     assert [one.name for one in (await finished(stage, session)).tool_calls] == ["read", "enter"]
 
@@ -350,7 +352,6 @@ async def test_a_restarted_gateway_continues_with_the_state(
     await session.call(call("enter", "1", digit=4))
     async with staged(model, environments=service, journal=killed(tmp_path)) as later:
         session = await reached(later, session)
-        assert (await session.call(call("enter", "1", digit=4)))["content"] == "closed", "not again"
         assert (await session.call(call("enter", "2", digit=7)))["content"] == "open"
         assert [event for event, _ in service.events] == ["setup", "check"]
         await ask(session)

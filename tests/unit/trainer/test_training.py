@@ -102,6 +102,7 @@ def ending(run: Any) -> Any:
     run.evaluations = run.rollout = AsyncMock()
     run.admission, run.loop.step = SimpleNamespace(version=3), 3
     run.settings = SimpleNamespace(trainer=SimpleNamespace(steps=3, until=None))
+    run._by_clients = False
     run._checkpoint = AsyncMock(side_effect=CheckpointError(FULL))
     run._open = AsyncMock()
     run._train = AsyncMock()

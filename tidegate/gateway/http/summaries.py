@@ -32,6 +32,7 @@ SUMMARIES = {
     "GET /sessions/{session_id}/trajectory": "Returns a finished session's trajectory as MessagePack.",
     "GET /attempts": "Describes the queue of attempts and the workers.",
     "GET /groups": "Lists the groups.",
+    "POST /groups/end": "Tells clients that the run has ended.",
     "GET /sessions": "Lists the newest sessions.",
     "GET /groups/erased": "Lists the groups that clients erased, whose files the trainer erases.",
     "POST /groups/erased": "Acknowledges erasures that the trainer has carried out.",
