@@ -15,7 +15,7 @@ MOST_EARLIER = 100
 KEPT = (
     "entropy", "repetition/mean", "length/mean", "reward/mean", "reward/std", "reward/zero_variance_ratio",
     "length/cut_ratio", "reward/all_solved_ratio", "reward/all_failed_ratio", "judge/agreement",
-    "judge/diverging", "selection/filtered_groups", "lag_kl", "staleness/mean", "learning_rate",
+    "judge/diverging", "selection/filtered_groups", "lag_kl", "staleness/mean",
 )  # fmt: skip
 
 

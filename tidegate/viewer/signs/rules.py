@@ -197,6 +197,9 @@ def remedy_of_equal_groups(solved: float, failed: float, cut: float) -> str:
 
 def policy_stands_still(history: MetricHistory) -> Sign | None:
     """Sampler and trainer agree although they are versions apart: the updates change nothing."""
+    newest = history.newest("lag_kl")
+    if newest is None or newest > 1e3 * STILL:
+        return None  # as in nearly all steps: cheaper than the means
     lag, staleness = history.last("lag_kl"), history.last("staleness/mean")
     # The KL divergence grows with the square of the distance.
     if lag is None or staleness is None or staleness.mean < 0.5 or lag.mean >= STILL * staleness.mean**2:
@@ -204,7 +207,7 @@ def policy_stands_still(history: MetricHistory) -> Sign | None:
     reward, before = history.last("reward/mean"), history.last("reward/mean", back=1)
     if reward is None or before is None or reward.mean > before.mean + ERRORS * _errors(reward, before):
         return None
-    solved, rate = history.last("reward/all_solved_ratio"), history.newest("learning_rate")
+    solved = history.last("reward/all_solved_ratio")
     if solved is not None and solved.mean >= SOLVED:
         return None
     return Sign(
@@ -212,8 +215,8 @@ def policy_stands_still(history: MetricHistory) -> Sign | None:
         f"KL divergence {lag.mean:.1e} nats per token in {lag.steps}, over {number(staleness.mean, 1)} "
         "versions",
         f"below {STILL:.0e} for one version while the reward does not rise",
-        "The updates are too small to change the policy. Raise trainer.learning_rate"
-        + (f" (now {rate:.1e}); without it, a rate that suits the model's size is taken." if rate else "."),
+        "The updates are too small to change the policy. Raise trainer.learning_rate; without it, a rate "
+        "that suits the model's size is taken.",
     )  # fmt: skip
 
 
