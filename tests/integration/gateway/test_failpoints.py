@@ -34,7 +34,10 @@ from tidegate.types import Group, Outcome, Task, Trajectory
 TASK = Task("t1", "none", [{"role": "user", "content": "?"}])
 WRITES = re.findall(r'\.write\(\s*"(\w+)"', inspect.getsource(sqlite))
 POINTS = [
-    f"{write}.{when}" for write in (*WRITES, "made", "tended") for when in ("before", "within", "after")
+    f"{write}.{when}"
+    for write in (*WRITES, "made", "tended")
+    for when in ("before", "within", "after")
+    if write != "erasures_acknowledged"  # this story has no project key; test_erasure.py restarts around it
 ]
 POINTS += ["orphans.before", "orphans.after"]
 QUICK = ["recorded.after", "sent.before", "closing.within", "tool_called.before"]
