@@ -66,7 +66,7 @@ def main(overrides: Sequence[str]) -> int:
         settings = load_settings(CONFIG, overrides)
         fetch(settings.model.path)
         write_chats(settings.sft.chats[0], settings.env.options)
-        print("Warming up (half a minute), then training (three minutes on two free cores) ...", flush=True)
+        print("Warming up, then training; the lines below predict how long it takes ...", flush=True)
         command = ["sft", str(CONFIG), "--fresh", "--then", "train", *overrides]
         return subprocess.run([sys.executable, "-m", "tidegate", *command], check=False).returncode
     except TidegateError as error:
