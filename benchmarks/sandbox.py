@@ -86,10 +86,9 @@ def as_process(attempt: Attempt, targets: Targets) -> bool:
 
 async def _is_broken(box: Sandbox) -> bool:
     try:
-        await asyncio.wait_for(box.run("true"), SUPERVISED_S)
+        return (await asyncio.wait_for(box.run("true"), SUPERVISED_S)).limit == "supervisor"
     except (SandboxError, TimeoutError):
         return True
-    return False
 
 
 def _ended(victim: subprocess.Popen[bytes]) -> bool:
