@@ -84,6 +84,13 @@ class Users:
                 pass  # the gateway is restarting
             await asyncio.sleep(0.1)
 
+    async def serve(self, more: int, talking: asyncio.Task[None], within_s: float) -> None:
+        """Waits until so many more conversations got their feedback accepted."""
+        asked = len(self.accepted)
+        with contextlib.suppress(TimeoutError):
+            await eventually(lambda: talking.done() or len(self.accepted) > asked + more, within_s)
+        assert len(self.accepted) > asked + more, f"{len(self.accepted) - asked} in {within_s} s; {talking}"
+
     async def erase(self, question: str) -> None:
         async with self.http.delete(f"{self.url}/v1/conversations/{self.groups[question]}") as response:
             assert response.status == 200
@@ -107,9 +114,7 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
                     await users.erase(trained_questions(run_dir)[0])
                 os.kill(run.owned(name), signal.SIGKILL)
             await asyncio.to_thread(run.until_said, "training has ended")
-            asked = len(users.accepted)
-            await eventually(lambda: talking.done() or len(users.accepted) > asked + 12, 60)
-            assert not talking.done(), talking
+            await users.serve(12, talking, 60)
             late = trained_questions(run_dir)[-1]
             await users.erase(late)
             await eventually(lambda: late not in trained_questions(run_dir), 60)
@@ -166,15 +171,12 @@ async def test_a_gateway_that_runs_already_serves_users_while_trainers_come_and_
             talking = asyncio.create_task(users.run())
             await asyncio.to_thread(run.until_step, 5)
             run.kill()
-        asked = len(users.accepted)
         try:
-            await eventually(lambda: talking.done() or len(users.accepted) > asked + 24, 60)
+            await users.serve(24, talking, 60)
             place += ["--resume", f"--trainer.steps={STEPS}"]
             with training(run_dir, *place, config=config, small=small) as run:
                 assert await asyncio.to_thread(run.wait) == 0, run.output()
-            asked = len(users.accepted)
-            await eventually(lambda: talking.done() or len(users.accepted) > asked + 24, 60)
-            assert not talking.done(), talking
+            await users.serve(24, talking, 60)
         finally:
             talking.cancel()
             await asyncio.gather(talking, return_exceptions=True)

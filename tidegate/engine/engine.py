@@ -114,6 +114,7 @@ class Engine:
             "tokenizer_hash": self.tokenizer_hash,
             "vocab_size": self.limits.vocab_size,
             "weight_version": self.scheduler.version,
+            "staged": True,  # weights are read while requests run, and loaded between two steps
             "max_context": self.options.max_context,
             "max_slots": self.options.max_slots,
             "num_running": self.scheduler.num_running,

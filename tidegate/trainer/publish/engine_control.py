@@ -108,14 +108,20 @@ class EngineControl:
             )
 
     async def load(self, weights: Path, version: int) -> None:
-        """Load the weights of a directory as `version`; resumes the engine in any case, also if cancelled."""
+        """Load the weights of a directory as `version`; resumes the engine in any case, also if cancelled.
+
+        An engine that reads weights while requests run (`staged`) is not paused: a trainer that is killed
+        meanwhile would leave it paused.
+        """
         size = await asyncio.to_thread(_total_bytes, weights)
         body = {
             "model_path": str(weights), "weight_version": str(version), "flush_cache": True,
             "abort_all_requests": False,
         }  # fmt: skip
         try:
-            await self.pause()
+            info = await self.call("/model_info")
+            if not info.get("staged"):
+                await self.pause()
             try:
                 await self.call("/update_weights_from_disk", body, size)
                 await self.verify(version)

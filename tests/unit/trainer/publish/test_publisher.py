@@ -35,6 +35,7 @@ class ControlEngine:
     broken: dict[str, list[int]] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     lies: str | None = None
+    staged: bool = False
     url: str = ""
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -50,12 +51,12 @@ class ControlEngine:
             assert body["flush_cache"] is True
             assert body["abort_all_requests"] is False
             self.version = body["weight_version"]
-        return web.json_response({"weight_version": self.lies or self.version})
+        return web.json_response({"weight_version": self.lies or self.version, "staged": self.staged})
 
 
 SIZE = 1_000_000
 """Of published weights, in bytes."""
-MOVES = ["pause_generation", "update_weights_from_disk", "model_info", "continue_generation"]
+MOVES = ["model_info", "pause_generation", "update_weights_from_disk", "model_info", "continue_generation"]
 
 
 @pytest.fixture
@@ -147,7 +148,12 @@ async def test_an_engine_that_refuses_is_resumed_and_quarantined(
 ) -> None:
     engines[0].broken["update_weights_from_disk"] = [400]
     await stage.publisher.publish(1)
-    assert engines[0].calls == ["pause_generation", "update_weights_from_disk", "continue_generation"]
+    assert engines[0].calls == [
+        "model_info",
+        "pause_generation",
+        "update_weights_from_disk",
+        "continue_generation",
+    ]
     assert stage.quarantined == [engines[0].url]
     assert engines[1].version == "1"
 
@@ -220,8 +226,9 @@ async def published(stage: Stage, engines: list[ControlEngine], version: int) ->
 async def test_an_engine_out_of_service_comes_back_at_the_next_publish_that_it_answers(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
-    engines[0].broken |= {"update_weights_from_disk": [400], "model_info": [503]}
+    engines[0].broken["update_weights_from_disk"] = [400]
     assert await published(stage, engines, 1) == [1, 1]
+    engines[0].broken["model_info"] = [503]
     assert await published(stage, engines, 2) == [0, 1], "it did not answer, and was let be"
     assert (stage.quarantined, stage.restored) == ([engines[0].url], [])
     assert await published(stage, engines, 3) == [1, 1]
@@ -317,6 +324,17 @@ async def test_a_cancelled_load_leaves_no_engine_paused(engines: list[ControlEng
         with pytest.raises(asyncio.CancelledError):
             await load
     assert engine.calls[calls:] == ["continue_generation"]
+
+
+async def test_an_engine_that_reads_weights_while_requests_run_is_not_paused(
+    engines: list[ControlEngine],
+) -> None:
+    """A trainer that is killed during the load would leave it paused."""
+    engines[0].staged = True
+    async with aiohttp.ClientSession() as http:
+        await EngineControl(engines[0].url, http).load(Path("weights"), 1)
+    assert engines[0].version == "1"
+    assert "pause_generation" not in engines[0].calls
 
 
 async def test_a_cancelled_load_is_cancelled_though_its_engine_cannot_be_resumed(
