@@ -126,7 +126,7 @@ async def test_what_is_sent_is_live_at_once_and_running_requests_go_on(stage: St
             value.add_(0.01)
     assert await stage.send(5)  # over the group that is there
     assert stage.is_live()
-    assert len(stage.sender._groups) == 1
+    assert len(stage.sender._links) == 1
 
 
 async def test_an_engine_that_was_started_again_reads_the_files_and_then_joins(

@@ -60,8 +60,12 @@ def create_app(engine: Engine, on_failure: Callable[[], None] | None = None) -> 
 
 
 async def _server_info(engine: Engine, _: Request) -> Response:
-    """Returns the device type and parallelism, which a trainer needs before it sends weights."""
-    return json_reply({"device": engine.model.device.type, "tp_size": 1, "pp_size": 1, "dp_size": 1})
+    """Returns device type and parallelism, which a trainer needs before it sends weights.
+
+    `stages_weights`: an update is kept beside the live weights until its end.
+    """
+    info = {"device": engine.model.device.type, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+    return json_reply({**info, "stages_weights": True})
 
 
 ROUTES: Routes[Engine] = (

@@ -6,8 +6,8 @@
 A difference from the live weights is sent in one call, update_weights_from_difference, whose body is the
 file `weights.delta` and which SGLang does not have.
 
-Unlike in SGLang, the weights become live all at once at the end (`begin` replies `staged`), and requests may
-run meanwhile. The reply to `end` has the checksum of the received tensors.
+Unlike in SGLang, the weights become live all at once at the end (`/server_info` has `stages_weights`), and
+requests may run meanwhile. The reply to `end` has the checksum of the received tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _leave(engine: Engine, request: Request) -> Response:
 async def _begin(engine: Engine, _: Request) -> Response:
     async with engine.loading:
         engine.receiver.begin()
-    return done("an update is open", staged=True)
+    return done("an update is open")
 
 
 async def _receive(engine: Engine, request: Request) -> Response:

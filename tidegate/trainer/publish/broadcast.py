@@ -13,7 +13,7 @@ import asyncio
 import concurrent.futures
 import secrets
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,13 @@ PARTIAL = "partial"
 """Version label of an engine's weights during a transfer; the gateway refuses tokens with it."""
 
 T = TypeVar("T")
+
+
+class Link(NamedTuple):
+    """The process group with an engine; `staged`: the engine keeps new weights beside the live ones."""
+
+    group: WeightsGroup
+    staged: bool
 
 
 class Bucket(NamedTuple):
@@ -69,7 +76,10 @@ class WeightBroadcaster:
         self._source = source
         self._bucket_bytes = bucket_bytes
         self._device = torch.device(device)
-        self._groups: dict[str, WeightsGroup] = {}
+        self._links: dict[str, Link] = {}
+        """By the engine's URL."""
+        self._opened: set[str] = set()
+        """URLs of the engines on which an update may be open."""
 
     async def send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
         """Load the weights on engines as this version; returns the URLs of those that succeeded.
@@ -104,17 +114,18 @@ class WeightBroadcaster:
 
     def retain(self, urls: Iterable[str]) -> None:
         """Close the groups of all other engines."""
-        for url in self._groups.keys() - set(urls):
-            self._close_group(url)
+        for url in self._links.keys() - set(urls):
+            self._close_link(url)
 
     def close(self) -> None:
         """Close all groups."""
         self.retain(())
 
-    def _close_group(self, url: str) -> None:
-        group = self._groups.pop(url, None)
-        if group is not None:
-            group.close()
+    def _close_link(self, url: str) -> Link | None:
+        link = self._links.pop(url, None)
+        if link is not None:
+            link.group.close()
+        return link
 
     async def _on_all(
         self, engines: Sequence[EngineControl], step: Callable[[EngineControl], Awaitable[None]]
@@ -132,14 +143,17 @@ class WeightBroadcaster:
         return True
 
     async def _begin(self, engine: EngineControl) -> None:
-        if engine.url not in self._groups:
-            self._groups[engine.url] = await self._join_group(engine)
-        reply = await engine.call("/begin_weight_update", {})
-        if not reply.get("staged"):  # weights are overwritten in place, as in SGLang
+        if engine.url not in self._links:
+            self._links[engine.url] = await self._join_group(engine)
+        if not self._links[engine.url].staged:
+            # Weights are overwritten in place, as in SGLang. Unless it is paused, SGLang's call below waits for
+            # the running requests to end, and new requests wait for the call.
             await engine.pause()
+        self._opened.add(engine.url)
+        await engine.call("/begin_weight_update", {})
 
     async def _send_bucket(self, engine: EngineControl, bucket: Bucket) -> None:
-        group, tensors = self._groups[engine.url], list(bucket.tensors.values())
+        group, tensors = self._links[engine.url].group, list(bucket.tensors.values())
         body: dict[str, Any] = {
             "names": list(bucket.tensors),
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
@@ -155,6 +169,7 @@ class WeightBroadcaster:
     async def _end(self, engine: EngineControl, size: int, total: int, version: int) -> None:
         await engine.pause()
         reply = await engine.call("/end_weight_update", {}, size)
+        self._opened.discard(engine.url)
         if reply.get("checksum", total) != total:  # SGLang returns none
             raise EngineError(f"engine {engine.url}: the checksum of the received weights is wrong")
         label = {"new_version": str(version), "abort_all_requests": False}
@@ -164,17 +179,19 @@ class WeightBroadcaster:
 
     async def _reset(self, engine: EngineControl) -> None:
         """Prepare the engine for another update, over a new group."""
-        group = self._groups.get(engine.url)
-        self._close_group(engine.url)
-        with suppress(EngineError):
-            await engine.call("/end_weight_update", {})
-        if group is not None:
+        link = self._close_link(engine.url)
+        if engine.url in self._opened:
+            self._opened.discard(engine.url)
             with suppress(EngineError):
-                await engine.call("/destroy_weights_update_group", {"group_name": group.name})
+                await engine.call("/end_weight_update", {})
+        if link is not None:
+            with suppress(EngineError):
+                await engine.call("/destroy_weights_update_group", {"group_name": link.group.name})
 
-    async def _join_group(self, engine: EngineControl) -> WeightsGroup:
+    async def _join_group(self, engine: EngineControl) -> Link:
         """Create a group of the trainer and the engine's ranks. Raises EngineError."""
-        ranks, kind = await _ranks_of(engine)
+        info = await engine.call("/server_info")
+        ranks, kind = _ranks_of(engine, info)
         device = self._device if kind == self._device.type else HOST
         name = f"tidegate-{secrets.token_hex(4)}"  # an engine may still have groups of an earlier run
         size, backend = 1 + ranks, "nccl" if device.type == "cuda" else "gloo"
@@ -189,9 +206,8 @@ class WeightBroadcaster:
                 "world_size": size, "group_name": name, "backend": backend,
             },
         )  # fmt: skip
-        return await _run_with_engine(
-            engine, call, partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device)
-        )
+        join = partial(WeightsGroup, store, 0, size, name, JOIN_S, address, device)
+        return Link(await _run_with_engine(engine, call, join), bool(info.get("stages_weights")))
 
 
 class _Prefetcher:
@@ -268,9 +284,8 @@ def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return asyncio.wrap_future(done)
 
 
-async def _ranks_of(engine: EngineControl) -> tuple[int, str]:
+def _ranks_of(engine: EngineControl, info: Mapping[str, Any]) -> tuple[int, str]:
     """Return the engine's number of ranks and kind of device. Raises EngineError."""
-    info = await engine.call("/server_info")
     for name in ("dp_size", "pp_size"):
         if info.get(name, 1) != 1:
             raise EngineError(

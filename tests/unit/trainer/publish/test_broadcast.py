@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import runpy
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ import torch
 from tests.waiting import eventually
 from tidegate.errors import EngineError
 from tidegate.trainer.publish import broadcast as sender
-from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.broadcast import Link, WeightBroadcaster
 
 NUMBER = 6
 
@@ -56,7 +60,7 @@ class Receiver:
             assert body["weight_version"] == "partial", "what comes is of no version before the end"
         if path == "/update_weight_version":
             assert body == {"new_version": "3", "abort_all_requests": False}
-        return {"staged": True} if self.staged and path == "/begin_weight_update" else {}
+        return {}
 
     async def pause(self) -> None:
         self.said.append("pause")
@@ -97,7 +101,7 @@ class Source:
 
 def sender_to(source: Source, notes: list[str], *engines: Receiver) -> WeightBroadcaster:
     made = WeightBroadcaster(source, notes.append, bucket_bytes=4)  # type: ignore[arg-type]
-    made._groups.update({one.url: Group() for one in engines})  # type: ignore[misc]
+    made._links.update({one.url: Link(Group(), one.staged) for one in engines})  # type: ignore[arg-type]
     return made
 
 
@@ -116,7 +120,7 @@ async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_hel
     updates = ["update_weights_from_distributed"] * NUMBER
     before = [] if staged else ["pause"]  # else what comes is live at once
     assert engine.said == [
-        "begin_weight_update", *before, *updates, "pause", "end_weight_update",
+        *before, "begin_weight_update", *updates, "pause", "end_weight_update",
         "update_weight_version", "verify 3", "resume",
     ]  # fmt: skip
 
@@ -133,7 +137,7 @@ async def test_an_engine_that_fails_gets_no_more_and_stops_no_other(at: int) -> 
     assert "pause" in broken.said, "and stays paused: its weights are neither the old ones nor the new"
     assert "resume" not in broken.said
     assert notes == ["weights could not be sent and are loaded from files instead: broken broke"]
-    assert sender._groups.keys() == {"well"}
+    assert sender._links.keys() == {"well"}
 
 
 async def test_a_send_that_is_cancelled_leaves_engines_that_go_on() -> None:
@@ -146,7 +150,7 @@ async def test_a_send_that_is_cancelled_leaves_engines_that_go_on() -> None:
         await sending
     assert engine.said[-1] == "resume"
     assert source.ended
-    assert not sender._groups
+    assert not sender._links
 
 
 async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
@@ -158,10 +162,123 @@ async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
         raise RuntimeError("a rank is gone")
 
     sender = WeightBroadcaster(failing, print, 4)  # type: ignore[arg-type]
-    sender._groups["one"] = Group()  # type: ignore[assignment]
+    sender._links["one"] = Link(Group(), staged=False)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="a rank is gone"):
         await sender.send([engine], 3)
     assert engine.said[-1] == "resume"
+
+
+class UpdateLock(Protocol):
+    """Requests read, updates write; a writer that waits goes before new readers."""
+
+    @property
+    def reader_lock(self) -> AbstractAsyncContextManager[Any]: ...
+
+    @property
+    def writer_lock(self) -> AbstractAsyncContextManager[Any]: ...
+
+
+class OwnLock:
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._readers, self._waiting, self._writing = 0, 0, False
+
+    @property
+    @asynccontextmanager
+    async def reader_lock(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._writing and not self._waiting)
+            self._readers += 1
+        yield
+        async with self._changed:
+            self._readers -= 1
+            self._changed.notify_all()
+
+    @property
+    @asynccontextmanager
+    async def writer_lock(self) -> AsyncIterator[None]:
+        async with self._changed:
+            self._waiting += 1
+            await self._changed.wait_for(lambda: not self._writing and not self._readers)
+            self._waiting, self._writing = self._waiting - 1, True
+        yield
+        async with self._changed:
+            self._writing = False
+            self._changed.notify_all()
+
+
+def lock_of_sglang() -> UpdateLock:
+    """SGLang's own lock, from the environment of `make test-sglang`."""
+    python = Path(os.environ.get("TIDEGATE_SGLANG_PYTHON") or ".venvs/sglang/bin/python")
+    files = sorted(python.parent.parent.glob("lib/python*/site-packages/sglang/srt/utils/aio_rwlock.py"))
+    if not files:
+        pytest.skip("needs SGLang's files: make test-sglang")
+    lock: UpdateLock = runpy.run_path(str(files[0]))["RWLock"]()
+    return lock
+
+
+@dataclass
+class Locked(Receiver):
+    """An engine with SGLang's rule: an update takes the writer's lock, unless the engine is paused."""
+
+    lock: UpdateLock = field(default_factory=OwnLock)
+    paused: bool = False
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        if self.paused or not path.endswith("_weight_update"):
+            return await super().call(path, body, size)
+        async with self.lock.writer_lock:
+            return await super().call(path, body, size)
+
+    async def pause(self) -> None:
+        self.paused = True
+        await super().pause()
+
+    async def resume(self) -> None:
+        self.paused = False
+        await super().resume()
+
+    async def generate(self, may_end: asyncio.Event) -> None:
+        """Serve one request, which holds the reader's lock until its reply ends."""
+        async with self.lock.reader_lock:
+            await may_end.wait()
+
+
+@pytest.mark.parametrize("lock", [OwnLock, lock_of_sglang])
+@pytest.mark.parametrize("fails_at", [None, 0])
+async def test_an_engine_with_running_requests_is_paused_before_its_update_begins(
+    lock: Callable[[], UpdateLock], fails_at: int | None
+) -> None:
+    """Neither the update nor new requests wait for the running ones."""
+    engine, may_end = Locked("busy", breaks=fails_at, lock=lock()), asyncio.Event()
+    engine.takes.set()
+    running = asyncio.create_task(engine.generate(may_end))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        sent = await sender_to(Source(), [], engine).send([engine], 3)
+        assert sent == (set() if fails_at == 0 else {"busy"})
+        may_end_at_once = asyncio.Event()
+        may_end_at_once.set()
+        await engine.generate(may_end_at_once)
+    assert not running.done()
+    may_end.set()
+    await running
+
+
+async def test_an_engine_that_cannot_be_paused_is_asked_for_no_end_of_an_update() -> None:
+    """The call would wait for the running requests, and new requests would wait for it."""
+    engine, may_end = Locked("busy"), asyncio.Event()
+
+    async def refuse() -> None:
+        raise EngineError("busy cannot be paused")
+
+    engine.pause = refuse  # type: ignore[method-assign]
+    running = asyncio.create_task(engine.generate(may_end))
+    async with asyncio.timeout(5):
+        assert await sender_to(Source(), [], engine).send([engine], 3) == set()
+    assert engine.said == ["destroy_weights_update_group"]
+    may_end.set()
+    await running
 
 
 @dataclass
