@@ -130,7 +130,7 @@ ALLOWED = {
         "trainer.start",
     },
     "envs": {"rag.client", "sandbox"},
-    "trainer": {"envs.base", "agents.base", "gateway.client"},
+    "trainer": {"envs.base", "envs.judge.cache", "agents.base", "gateway.client"},
 }
 TORCH = {
     "weights/gguf",

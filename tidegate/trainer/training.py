@@ -30,7 +30,7 @@ from tidegate.trainer.loop import Loop
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
-from tidegate.trainer.processes.servers import restart_s
+from tidegate.trainer.processes.servers import JUDGE_CACHE, restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.canary_state import CanaryState
@@ -153,8 +153,8 @@ class Training:
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
-            self.gateway, files, self.writer, ledger.record, ledger.durable, start.past.erased, observer.note,
-            self.batches.withdraw,
+            self.gateway, files, self.dir / JUDGE_CACHE, self.writer, ledger.record, ledger.durable,
+            start.past.erased, observer.note, self.batches.withdraw,
         )  # fmt: skip
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._on_poll

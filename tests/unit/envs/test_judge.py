@@ -10,7 +10,7 @@ import pytest
 
 from tests.scripted_judge import Endpoint, graded, judging
 from tests.waiting import eventually
-from tidegate.envs.judge.cache import ReplyCache
+from tidegate.envs.judge.cache import ReplyCache, erase_replies
 from tidegate.envs.judge.judge import RewardJudge
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, StorageError
 from tidegate.settings.judge import JudgeSettings
@@ -108,6 +108,31 @@ async def test_equal_questions_are_asked_once_also_at_the_same_time_and_after_a_
             await changed.score(TASK, ended("0.3"), None)
             await changed.close()
         assert len(endpoint.requests) == 4, "another judge or template has verdicts of its own"
+
+
+@pytest.mark.parametrize("kind", ["score", "ranking"])
+async def test_a_reply_is_kept_until_each_group_that_it_judges_is_erased(tmp_path: Path, kind: str) -> None:
+    cache = tmp_path / "judge.sqlite"
+    async with judging() as endpoint:
+        judge = judge_of(endpoint, cache, kind=kind)
+
+        async def judged(group: str) -> None:
+            if kind == "ranking":
+                await judge.rank(TASK, [ended("0.3", group=group), ended("0.5", group=group)])
+            else:
+                await judge.score(TASK, ended("0.3", group=group), None)
+
+        endpoint.hold = asyncio.Event()
+        together = [asyncio.create_task(judged(group)) for group in ("one", "two")]
+        await eventually(lambda: endpoint.running == 1)
+        endpoint.hold.set()
+        await asyncio.gather(*together)
+        await judged("three")
+        for group, calls in (("one", 1), ("two", 1), ("three", 2)):
+            erase_replies(cache, [group])
+            await judged("one")  # an erased group does not keep the reply
+            assert len(endpoint.requests) == calls
+        await judge.close()
 
 
 async def test_the_cache_is_bounded_and_its_failure_is_no_failure_of_the_verdict(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class RewardJudge:
             return own
         if self.ranks and trajectory.group_id is not None and trajectory.split == "train":
             return self._weighted(own)
-        parts, metrics = await self._judged(task, [shown(task, trajectory)])
+        parts, metrics = await self._judged(task, [shown(task, trajectory)], trajectory.group_id)
         base = self._weighted(own)
         return Scored(
             base.reward + self._settings.weight * parts[0][PART],
@@ -74,7 +74,7 @@ class RewardJudge:
         """
         texts = [shown(task, trajectory) for trajectory in trajectories]
         distinct = list(dict.fromkeys(texts))
-        parts, metrics = await self._judged(task, distinct)
+        parts, metrics = await self._judged(task, distinct, trajectories[0].group_id)
         of = dict(zip(distinct, parts, strict=True))
         weight = self._settings.weight
         return [
@@ -83,10 +83,10 @@ class RewardJudge:
         ]
 
     async def _judged(
-        self, task: Task, work: Sequence[str]
+        self, task: Task, work: Sequence[str], group: str | None
     ) -> tuple[list[dict[str, float]], dict[str, float]]:
         """Returns the reward parts of each attempt, and the costs as metrics."""
-        scores, metrics = await self._verdicts.scores(prompt_of(self._settings, task, work))
+        scores, metrics = await self._verdicts.scores(prompt_of(self._settings, task, work), group)
         if self.ranks:
             return [{PART: value} for value in scores.values()], metrics
         return [self._parts(scores)], metrics

@@ -57,12 +57,18 @@ class Verdicts(HttpClient):
         self._slots = asyncio.Semaphore(settings.max_concurrency)
         self._asking: dict[str, asyncio.Task[tuple[dict[str, float], Counter[str]]]] = {}
 
-    async def scores(self, prompt: JudgePrompt) -> tuple[dict[str, float], dict[str, float]]:
+    async def scores(
+        self, prompt: JudgePrompt, group: str | None = None
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the scores by name, and what they cost as metrics of an episode: `judge/calls`,
         `judge/cached`, `judge/errors` (calls that failed), `judge/prompt_tokens`, `judge/completion_tokens`
         and `judge/seconds`.
 
         A prompt that equals one in progress shares its call, and counts as cached.
+
+        Args:
+            prompt: The request to the judge.
+            group: Group of the episodes that it judges; None: an episode without one.
 
         Raises:
             RewardError: Every call failed; its `metrics` are the costs.
@@ -71,7 +77,7 @@ class Verdicts(HttpClient):
         key = self._key(prompt)
         joined = key in self._asking
         if not joined:
-            task = asyncio.create_task(self._ask(key, prompt), name="judge")
+            task = asyncio.create_task(self._ask(key, prompt, group), name="judge")
             self._asking[key] = task
             task.add_done_callback(lambda done: self._ended(key, done))
         try:
@@ -79,6 +85,8 @@ class Verdicts(HttpClient):
         except RewardError as error:
             spent = Counter() if joined else Counter(error.metrics)
             raise type(error)(str(error), _costs(spent, began)) from None
+        if joined:
+            await self._read(key, prompt, group)  # the reply is this group's, too
         return scores, _costs(Counter(cached=1) if joined else spent, began)
 
     async def close(self) -> None:
@@ -103,9 +111,11 @@ class Verdicts(HttpClient):
             **self._settings.options, "model": self._settings.model, "messages": list(prompt.messages),
         }  # fmt: skip
 
-    async def _ask(self, key: str, prompt: JudgePrompt) -> tuple[dict[str, float], Counter[str]]:
+    async def _ask(
+        self, key: str, prompt: JudgePrompt, group: str | None
+    ) -> tuple[dict[str, float], Counter[str]]:
         spent: Counter[str] = Counter()
-        if (known := await self._read(key, prompt)) is not None:
+        if (known := await self._read(key, prompt, group)) is not None:
             return known, Counter(cached=1)
         failures: list[str] = []
         kind = RewardError
@@ -128,7 +138,7 @@ class Verdicts(HttpClient):
                     delay_s = max(asked_s, backoff_s(attempt, FIRST_DELAY_S, LONGEST_DELAY_S))
                     await asyncio.sleep(min(delay_s, LONGEST_DELAY_S))
                 else:
-                    await self._write(key, text)
+                    await self._write(key, text, group)
                     return scores, spent
         raise kind(
             f"the judge {self._settings.model} at {self._settings.url} gave no verdict in {len(failures)} of "
@@ -159,17 +169,17 @@ class Verdicts(HttpClient):
             )  # fmt: skip
         return _text(content, spent)
 
-    async def _read(self, key: str, prompt: JudgePrompt) -> dict[str, float] | None:
+    async def _read(self, key: str, prompt: JudgePrompt, group: str | None) -> dict[str, float] | None:
         try:
-            known = await asyncio.to_thread(self._cache.get, key)
+            known = await asyncio.to_thread(self._cache.get, key, group)
             return None if known is None else read_scores(known, prompt.names)
         except (StorageError, UnreadableReplyError) as error:
             log.error("%s; the judge is called again", error)
             return None
 
-    async def _write(self, key: str, text: str) -> None:
+    async def _write(self, key: str, text: str, group: str | None) -> None:
         try:
-            await asyncio.to_thread(self._cache.put, key, text)
+            await asyncio.to_thread(self._cache.put, key, text, group)
         except StorageError as error:
             log.error("%s; the reply is not cached", error)
 

@@ -25,7 +25,7 @@ from tidegate.settings import sections
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.processes.launcher import admin_key
-from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.servers import JUDGE_CACHE, LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.processes.trainer_process import TrainerProcess
 from tidegate.trainer.publish.first_version import set_first_version
@@ -125,8 +125,9 @@ class StandingService:
                 files, clients = TrajectoryFiles(self._dir), ClientLog(self._dir)
                 tasks.create_task(clients.watch(client, writer))
                 await Erasure(
-                    client, files, writer, ledger.record, ledger.durable, past.erased, self._note
-                ).watch()
+                    client, files, self._dir / JUDGE_CACHE, writer, ledger.record, ledger.durable,
+                    past.erased, self._note,
+                ).watch()  # fmt: skip
 
     def newest_weights(self) -> tuple[Path, int]:
         """Returns the newest published weights, with which engines start, and their version."""

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from tidegate.envs.judge.cache import erase_replies
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
@@ -25,6 +27,7 @@ class Erasure:
     Args:
         gateway: Client of the gateway.
         files: The run's trajectory files.
+        judge: Database of the judge's replies; it may not exist.
         writer: Runs all other calls that write these files.
         record: Receives ledger entries.
         durable: Forces the ledger to disk.
@@ -34,6 +37,7 @@ class Erasure:
 
     gateway: GatewayClient
     files: TrajectoryFiles
+    judge: Path
     writer: FileWriter
     record: Callable[[LedgerEntry], None]
     durable: Callable[[], Awaitable[None]]
@@ -47,7 +51,7 @@ class Erasure:
     async def watch(self) -> None:
         """Erase again what an earlier start of the run was to erase, then poll until cancelled."""
         if self.done:
-            await self.files.erase(self.done, self.writer)
+            await self._erase(self.done)
         while True:
             await self.poll()
             await asyncio.sleep(POLL_S)
@@ -66,9 +70,13 @@ class Erasure:
             await self.durable()
             if self.withdraw is not None:
                 await self.withdraw(new)
-            await self.files.erase(new, self.writer)
+            await self._erase(new)
             self.note(f"erased {len(new)} conversations or groups of clients")
         if told := sorted(erased - self.acknowledged):
             with contextlib.suppress(GatewayError):  # the next poll repeats this
                 await self.gateway.acknowledge_erasures(told)
                 self.acknowledged |= erased
+
+    async def _erase(self, groups: Collection[str]) -> None:
+        await self.files.erase(groups, self.writer)
+        await asyncio.to_thread(erase_replies, self.judge, groups)

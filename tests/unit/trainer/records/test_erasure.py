@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.envs.judge.cache import ReplyCache
 from tidegate.errors import GatewayError
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.state import LedgerState
@@ -66,8 +67,9 @@ def files(tmp_path: Path) -> TrajectoryFiles:
 
 def erasure(gateway: Gateway, files: TrajectoryFiles, book: list[Any], *done: str) -> Erasure:
     return Erasure(
-        cast(Any, gateway), files, FileWriter(), book.append, partial(kept, book), set(done), lambda _: None
-    )
+        cast(Any, gateway), files, files.directory.parent / "judge.sqlite", FileWriter(), book.append,
+        partial(kept, book), set(done), lambda _: None,
+    )  # fmt: skip
 
 
 async def kept(book: list[Any]) -> None:
@@ -105,10 +107,30 @@ async def test_each_group_has_one_entry_and_a_gateway_that_restarts_is_asked_aga
     assert [line["group"] for line in book if line != "durable"] == ["me.1", "me.2"]
 
 
+async def test_the_judges_replies_are_erased_and_none_are_stored_later(files: TrajectoryFiles) -> None:
+    """Another process, which serves the judge, has the database open."""
+    path = files.directory.parent / "judge.sqlite"
+    cache = ReplyCache(path)
+    cache.put("one", "a secret of anna", "me.1")
+    cache.put("both", "both", "me.1")
+    assert cache.get("both", "me.2") == "both"
+    cache.put("eval", "evaluation")
+    await erasure(Gateway(["me.1"]), files, []).poll()
+    assert [cache.get(key, "me.2") for key in ("one", "both", "eval")] == [None, "both", "evaluation"]
+    cache.put("late", "a secret of anna", "me.1")
+    assert (cache.get("late", "me.1"), cache.get("both", "me.1")) == (None, "both")
+    assert not any(b"secret" in file.read_bytes() for file in path.parent.glob("judge.sqlite*"))
+    await erasure(Gateway(["me.1", "me.2"]), files, []).poll()
+    assert [cache.get(key) for key in ("both", "eval")] == [None, "evaluation"]
+    cache.close()
+
+
 async def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(files: TrajectoryFiles) -> None:
     past = LedgerState()
     past.apply(entry("run", "erased", group="me.1"))
     step = step_file(files, "step_000001.jsonl", "me.1", "me.2")
+    cache = ReplyCache(files.directory.parent / "judge.sqlite")
+    cache.put("one", "reply", "me.1")
     polled = asyncio.Event()
     gateway = Gateway()
     gateway.on_call = polled.set
@@ -117,7 +139,8 @@ async def test_a_crash_between_entry_and_files_is_made_good_at_the_next_start(fi
         await polled.wait()
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    assert groups_in(step) == ["me.2"]
+    assert (groups_in(step), cache.get("one")) == (["me.2"], None)
+    cache.close()
 
 
 async def test_a_group_that_waits_for_a_batch_is_withdrawn(files: TrajectoryFiles) -> None:
