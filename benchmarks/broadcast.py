@@ -57,15 +57,16 @@ def make_model(directory: Path, hidden: int) -> int:
 
 
 class Timed(EngineControl):
-    """Records when the engine paused and resumed. With `stages` False it hides that the engine stages weights
-    beside the live ones."""
+    """Records when the engine paused and resumed. With `stages` False it is paused before an update begins,
+    as engines that do not stage weights."""
 
     paused_at = resumed_at = 0.0
     stages = True
 
     async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
-        answer = await super().call(path, body, size)
-        return answer if self.stages else {key: value for key, value in answer.items() if key != "staged"}
+        if path == "/begin_weight_update" and not self.stages:
+            await self.pause()
+        return await super().call(path, body, size)
 
     async def pause(self) -> None:
         await super().pause()

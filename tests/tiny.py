@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
 
 
 def tiny_config(family: str, vocab: int, layers: int, hidden: int, eos: int | None) -> Any:
@@ -28,6 +37,9 @@ def tiny_config(family: str, vocab: int, layers: int, hidden: int, eos: int | No
         return Qwen3Config(**shape, tie_word_embeddings=True)
     if family == "llama":
         return LlamaConfig(**shape, tie_word_embeddings=False)
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+        return Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False)
     raise ValueError(f"no tiny model of the family {family!r}")
 
 
@@ -42,7 +54,7 @@ def make_tiny_model(
     eos: int | None = None,
     spread: float = 0.15,
 ) -> Any:
-    """Saves a random model (`qwen3`, tied, or `llama`, untied) in Hugging Face format; returns it.
+    """Saves a random model (`qwen3`, tied; `llama`, `qwen3_moe`, untied) in Hugging Face format; returns it.
 
     `spread` is the standard deviation of the weights, large enough that the distribution of the next token is
     far from uniform and depends on every earlier token.
@@ -50,6 +62,6 @@ def make_tiny_model(
     torch.manual_seed(seed)
     config = tiny_config(family, vocab, layers, hidden, eos)
     config.initializer_range = spread
-    model = (Qwen3ForCausalLM if family == "qwen3" else LlamaForCausalLM)(config).eval()
+    model = MODELS[family](config).eval()
     model.save_pretrained(directory)
     return model

@@ -81,10 +81,17 @@ def buckets_of(weights: Path) -> Callable[[int], Generator[dict[str, torch.Tenso
 
 
 async def test_weights_are_sent_under_a_running_request(engine: Client, versions: list[Path]) -> None:
-    """Over a process group, in several buckets; every token is of the version that its span names."""
+    """Over a process group, in several buckets; every token is of the version that its span names.
+
+    SGLang is first compared with files.
+    """
     notes: list[str] = []
-    sender = WeightBroadcaster(buckets_of(versions[1]), notes.append, bucket_bytes=100_000)
+    sources = [buckets_of(versions[0]), buckets_of(versions[1])]
+    sender = WeightBroadcaster(lambda size: sources[0](size), notes.append, bucket_bytes=100_000)
     control, events = EngineControl(engine.url, engine.http), []
+    if not await sender.send([control], 0):
+        await control.load(versions[0], 0)
+    sources.pop(0)
     async with asyncio.timeout(120):
         async for event in engine.stream([1, 2, 3], max_new_tokens=LONG, ignore_eos=True):
             events.append(event)

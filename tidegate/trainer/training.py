@@ -272,9 +272,8 @@ class Training:
         settings = self.settings
         sender = None
         if settings.trainer.publish_transport == "broadcast":
-            sender = WeightBroadcaster(
-                self.policy.weight_buckets, self.observer.note, device=settings.trainer.device
-            )
+            source = partial(self.policy.weight_buckets, as_files=settings.engine.dtype)
+            sender = WeightBroadcaster(source, self.observer.note, device=settings.trainer.device)
             stack.callback(sender.close)
         # SGLang loads whole models only; a node without the run's files has no base.
         deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place

@@ -271,9 +271,12 @@ class OfTwoRanks:
 
     async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
         if path == "/server_info":
-            return {"tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu"}
+            return {"tp_size": 2, "dp_size": 1, "pp_size": 1, "device": "cpu", "stages_weights": True}
         if path == "/update_weight_version":
             return {}
+        if path == "/end_weight_update":
+            self.came = [rank.end() for rank in self.ranks]
+            return {"checksum": self.came[0].checksum}
         await asyncio.gather(
             *(asyncio.to_thread(self._on, number, path, body or {}) for number in range(len(self.ranks)))
         )
@@ -304,8 +307,7 @@ async def test_every_rank_of_an_engine_gets_the_weights() -> None:
     notes: list[str] = []
     made = WeightBroadcaster(lambda _: ({name: one} for name, one in weights.items()), notes.append)
     assert await made.send([engine], 3) == {engine.url}, notes
-    for rank in engine.ranks:
-        came = rank.end().tensors
+    for came in (update.tensors for update in engine.came):
         assert came.keys() == weights.keys()
         assert all(torch.equal(came[name], weights[name]) for name in weights)
     made.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from errno import EIO
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.errors import StartError
 from tidegate.trainer.checkpoint.checkpoint import sync_tree
@@ -96,6 +97,33 @@ def cast(values: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
             made[key] = value.to(kind)
         result[name] = made.get(key, value)
     return result
+
+
+def as_in_files(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a model's tensors under the names and shapes that its files have, such as single experts.
+
+    The values need not be of the whole model, but of whole units (`conversion_units`).
+    """
+    return revert_weight_conversion(model, values) if values else {}
+
+
+def conversion_units(model: Any, live: Mapping[str, Tensor]) -> Callable[[str], str]:
+    """Return the key of tensors that only together can be converted to those of files; else their own name.
+
+    `live` are the model's tensors, of which the values are not read.
+    """
+    meta = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in live.items()}
+    shapes = {name: value.shape for name, value in as_in_files(model, meta).items()}
+
+    def alone(name: str) -> bool:
+        try:
+            found = as_in_files(model, {name: meta[name]})
+        except (RuntimeError, ValueError, LookupError):
+            return False
+        return all(shapes.get(name) == value.shape for name, value in found.items())
+
+    together = {name for name in meta if not alone(name)}
+    return lambda name: "converted together" if name in together else name
 
 
 def _write_tensors(directory: Path, model: Any, values: dict[str, Tensor]) -> None:

@@ -66,7 +66,7 @@ class Adapter:
         """
         result = {}
         for name, value in values.items():
-            if name.endswith((DOWN, UP)):
+            if is_adapter(name):
                 continue
             layer, wrapped, part = name.partition(BASE)
             tensor = value.cpu()
@@ -76,16 +76,22 @@ class Adapter:
         return result
 
 
-def merge_unit(name: str) -> str:
-    """Return the key of parameters that are merged together: a wrapped layer's name, else the own name."""
-    return name.removesuffix(DOWN).removesuffix(UP).removesuffix(f"{BASE}weight")
+def is_adapter(name: str) -> bool:
+    return name.endswith((DOWN, UP))
+
+
+def base_name(name: str) -> str:
+    """Return the base model's name of a parameter: of an adapter's matrix, the weight that it changes."""
+    if is_adapter(name):
+        return name.removesuffix(DOWN).removesuffix(UP) + ".weight"
+    return name.replace(BASE, ".")
 
 
 def _check_mergeable(model: Any) -> None:
     """Raises StartError unless merging gives the policy: only unshared linear layers can be merged."""
     named = list(model.named_parameters(remove_duplicate=False))
     for name, parameter in named:
-        if parameter.requires_grad and not name.endswith((DOWN, UP)):
+        if parameter.requires_grad and not is_adapter(name):
             raise StartError(
                 f"trainer.lora.targets: {name} does not belong to a linear layer; name linear layers only"
             )

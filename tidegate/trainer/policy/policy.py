@@ -21,12 +21,19 @@ from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.microbatch import padding_ratio
 from tidegate.trainer.batch.rows import TrainingSequence, check_scored, minibatches
 from tidegate.trainer.batch.share import RankShare
-from tidegate.trainer.checkpoint.huggingface import cast, read_model, tokenizer_files, write_model
+from tidegate.trainer.checkpoint.huggingface import (
+    as_in_files,
+    cast,
+    conversion_units,
+    read_model,
+    tokenizer_files,
+    write_model,
+)
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
 from tidegate.trainer.policy.gradient import GradientStep
-from tidegate.trainer.policy.lora import Adapter, merge_unit
+from tidegate.trainer.policy.lora import Adapter, base_name, is_adapter
 from tidegate.trainer.policy.optimizer import adamw, learning_rate, suitable_rate
 from tidegate.trainer.policy.ranks import Ranks
 from tidegate.types import Logprobs
@@ -254,20 +261,27 @@ class Policy:
         """
         return self._base_tensors(dict(self.model.named_parameters()))
 
-    def weight_buckets(self, max_bytes: int) -> Generator[dict[str, Tensor], None, None]:
+    def weight_buckets(
+        self, max_bytes: int, as_files: str | None = None
+    ) -> Generator[dict[str, Tensor], None, None]:
         """Yield `weights` in host memory, in buckets of at most `max_bytes`, each gathered on demand.
 
         A larger tensor has a bucket of its own. Close the generator if you do not exhaust it: the other ranks
-        gather all buckets.
+        gather all buckets. `as_files` gives the tensors the names, the shapes and the values that files
+        written by `save_weights` with this data type have.
         """
-        with self.ranks.call("weight_buckets", max_bytes):
+        with self.ranks.call("weight_buckets", max_bytes, as_files=as_files):
             live = dict(self.model.named_parameters())
+            base = {base_name(name): value for name, value in live.items() if not is_adapter(name)}
+            unit = conversion_units(self.model, base) if as_files is not None else str
             parts = (
                 self._base_tensors({name: live[name] for name in names})
-                for names in buckets(live, max_bytes, merge_unit)
+                for names in buckets(live, max_bytes, lambda name: unit(base_name(name)))
             )
             try:
                 for values in parts:
+                    if as_files is not None:
+                        values = as_in_files(self.model, cast(values, as_files))
                     yield {name: value.cpu().contiguous() for name, value in values.items()}
             finally:
                 for _ in parts:

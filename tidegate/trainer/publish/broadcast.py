@@ -5,6 +5,10 @@ restarted one can rejoin alone. Weights are sent in buckets; the next bucket is 
 at most two are in memory. An engine that stages the new weights beside the current ones keeps generating and
 is paused only for the switch. One that overwrites them in place, such as SGLang, is paused from the start,
 and its weights are of no version until the end.
+
+An engine must prove that it loaded every tensor: SGLang skips names that it does not know. One that stages
+the weights replies with their checksum. One that overwrites them has checksums of its own tensors only: it
+also reads the files of the first version that it receives, and its checksums after both must be equal.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import secrets
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -36,11 +41,24 @@ PARTIAL = "partial"
 T = TypeVar("T")
 
 
-class Link(NamedTuple):
-    """The process group with an engine; `staged`: the engine keeps new weights beside the live ones."""
+class Trial(NamedTuple):
+    """A version that an engine received and then reads from files: its checksums in between."""
+
+    version: int
+    checksums: dict[str, str]
+    size: int
+
+
+@dataclass(slots=True)
+class Link:
+    """The process group with an engine."""
 
     group: WeightsGroup
     staged: bool
+    """Whether the engine keeps new weights beside the live ones and replies with their checksum."""
+    proved: bool = False
+    """Whether it was shown that an engine which overwrites its weights loads every tensor."""
+    trial: Trial | None = None
 
 
 class Bucket(NamedTuple):
@@ -80,14 +98,18 @@ class WeightBroadcaster:
         """By the engine's URL."""
         self._opened: set[str] = set()
         """URLs of the engines on which an update may be open."""
+        self._refused: set[str] = set()
+        """URLs of the engines that did not load every tensor; they get files."""
 
     async def send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
-        """Load the weights on engines as this version; returns the URLs of those that succeeded.
+        """Load the weights on engines as this version; returns the URLs of those that serve it.
 
         The policy must not be trained meanwhile. The slowest engine sets the pace, as all receive a bucket at
-        the same time. A failing engine leaves its group; it may be paused, with weights of no version, and
-        has to load files. If this raises, all engines are resumed.
+        the same time. The other engines may be paused, with weights of no version, and have to load files:
+        those that failed, which leave their groups, and those that have to prove that they load every tensor.
+        If this raises, all engines are resumed.
         """
+        engines = [engine for engine in engines if engine.url not in self._refused]
         try:
             return await self._send(engines, version)
         except BaseException:  # the caller will not have them load files
@@ -107,14 +129,16 @@ class WeightBroadcaster:
                 bucket = None  # free it before a third bucket is gathered
                 bucket = await prefetcher.next() if active else None
             done = await self._on_all(active, partial(self._end, size=size, total=total, version=version))
-            return {engine.url for engine in done}
+            links = {engine.url: self._links[engine.url] for engine in done}
+            return {url for url, link in links.items() if link.staged or link.proved}
         finally:
             await asyncio.gather(*(self._reset(engine) for engine in engines if engine not in done))
             await prefetcher.close()
 
     def retain(self, urls: Iterable[str]) -> None:
         """Close the groups of all other engines."""
-        for url in self._links.keys() - set(urls):
+        self._refused.intersection_update(urls := set(urls))
+        for url in self._links.keys() - urls:
             self._close_link(url)
 
     def close(self) -> None:
@@ -145,10 +169,12 @@ class WeightBroadcaster:
     async def _begin(self, engine: EngineControl) -> None:
         if engine.url not in self._links:
             self._links[engine.url] = await self._join_group(engine)
-        if not self._links[engine.url].staged:
-            # Weights are overwritten in place, as in SGLang. Unless it is paused, SGLang's call below waits for
-            # the running requests to end, and new requests wait for the call.
+        link = self._links[engine.url]
+        if not link.staged:
+            # As in SGLang, whose call below waits for all running requests to end if it is not paused, while
+            # new requests wait for the call.
             await engine.pause()
+            await self._compare(engine, link)
         self._opened.add(engine.url)
         await engine.call("/begin_weight_update", {})
 
@@ -170,12 +196,36 @@ class WeightBroadcaster:
         await engine.pause()
         reply = await engine.call("/end_weight_update", {}, size)
         self._opened.discard(engine.url)
-        if reply.get("checksum", total) != total:  # SGLang returns none
+        link = self._links[engine.url]
+        if link.staged and reply.get("checksum") != total:
             raise EngineError(f"engine {engine.url}: the checksum of the received weights is wrong")
+        if not link.staged and not link.proved:
+            link.trial = Trial(version, await engine.checksums(size), size)
+            return  # it stays paused until it has read the files
         label = {"new_version": str(version), "abort_all_requests": False}
         await engine.call("/update_weight_version", label)
         await engine.verify(version)
         await engine.resume()
+
+    async def _compare(self, engine: EngineControl, link: Link) -> None:
+        """Compare the engine's weights, read from files, with those of the same version that it received.
+
+        Raises EngineError if they differ; the engine gets only files then.
+        """
+        trial, link.trial = link.trial, None
+        if trial is None or await engine.version() != trial.version:
+            return
+        read = await engine.checksums(trial.size)
+        if read == trial.checksums:
+            link.proved = True
+            return
+        self._refused.add(engine.url)
+        wrong = sorted(name for name, _ in read.items() ^ trial.checksums.items())
+        raise EngineError(
+            f"engine {engine.url} has other weights after version {trial.version} was sent to it than after "
+            f"it read that version's files; {len(set(wrong))} tensors differ, such as {wrong[0]}. It reads "
+            'files from now on; set trainer.publish_transport = "files"'
+        )
 
     async def _reset(self, engine: EngineControl) -> None:
         """Prepare the engine for another update, over a new group."""

@@ -87,6 +87,21 @@ class EngineControl:
         except (EngineError, TimeoutError):
             return None
 
+    async def checksums(self, size: int) -> dict[str, str]:
+        """Return the checksum of each tensor of the engine's ranks; `size`: bytes of all weights.
+
+        Raises EngineError if the engine gives none.
+        """
+        reply = await self.call("/weights_checker", {"action": "checksum"}, size)
+        found = {
+            f"{name} of rank {rank}": str(value)
+            for rank, part in enumerate(reply.get("ranks") or [])
+            for name, value in part["checksums"].items()
+        }
+        if not found:
+            raise EngineError(f"engine {self.url} gives no checksums of its weights (/weights_checker)")
+        return found
+
     async def check_sample(self) -> None:
         """Sample one token as for training.
 

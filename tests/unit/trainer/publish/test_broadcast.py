@@ -21,8 +21,10 @@ from tests.waiting import eventually
 from tidegate.errors import EngineError
 from tidegate.trainer.publish import broadcast as sender
 from tidegate.trainer.publish.broadcast import Link, WeightBroadcaster
+from tidegate.weights.process_group import checksum
 
 NUMBER = 6
+SENT = checksum((f"layer {number}", torch.full((1,), float(number))) for number in range(NUMBER))
 
 
 class Group:
@@ -39,7 +41,10 @@ class Group:
 
 @dataclass
 class Receiver:
-    """An engine: it takes a bucket when `takes` is set; `breaks` at that bucket."""
+    """An engine: it takes a bucket when `takes` is set; `breaks` at that bucket.
+
+    It was proved to load every tensor, unless it is `staged`: then it replies with the right `checksum`.
+    """
 
     url: str
     breaks: int | None = None
@@ -47,6 +52,7 @@ class Receiver:
     said: list[str] = field(default_factory=list)
     takes: asyncio.Event = field(default_factory=asyncio.Event)
     got: int = 0
+    checksum: int | None = None
 
     async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
         self.said.append(path.strip("/"))
@@ -60,7 +66,7 @@ class Receiver:
             assert body["weight_version"] == "partial", "what comes is of no version before the end"
         if path == "/update_weight_version":
             assert body == {"new_version": "3", "abort_all_requests": False}
-        return {}
+        return {"checksum": self.checksum} if path == "/end_weight_update" else {}
 
     async def pause(self) -> None:
         self.said.append("pause")
@@ -101,13 +107,13 @@ class Source:
 
 def sender_to(source: Source, notes: list[str], *engines: Receiver) -> WeightBroadcaster:
     made = WeightBroadcaster(source, notes.append, bucket_bytes=4)  # type: ignore[arg-type]
-    made._links.update({one.url: Link(Group(), one.staged) for one in engines})  # type: ignore[arg-type]
+    made._links.update({one.url: Link(Group(), one.staged, proved=True) for one in engines})  # type: ignore[arg-type]
     return made
 
 
 @pytest.mark.parametrize("staged", [False, True])
 async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_held(staged: bool) -> None:
-    engine, source = Receiver("one", staged=staged), Source()
+    engine, source = Receiver("one", staged=staged, checksum=SENT), Source()
     sending = asyncio.create_task(sender_to(source, [], engine).send([engine], 3))
     await eventually(lambda: source.gathered == 2 and engine.said.count("update_weights_from_distributed"))
     for _ in range(20):
@@ -166,6 +172,83 @@ async def test_a_source_that_fails_leaves_engines_that_go_on() -> None:
     with pytest.raises(RuntimeError, match="a rank is gone"):
         await sender.send([engine], 3)
     assert engine.said[-1] == "resume"
+
+
+async def test_an_engine_that_stages_weights_and_gives_no_checksum_does_not_serve_them() -> None:
+    engine, notes = Receiver("one", staged=True), list[str]()
+    engine.takes.set()
+    assert await sender_to(Source(), notes, engine).send([engine], 3) == set()
+    assert "the checksum of the received weights is wrong" in notes[0]
+    assert "verify 3" not in engine.said
+
+
+@dataclass
+class Skipping(Receiver):
+    """An engine that overwrites its weights and skips names that it does not know, as SGLang does."""
+
+    loads: Callable[[str], bool] = lambda name: True
+    checks: bool = True
+    loaded: dict[str, str] = field(default_factory=dict)
+    label: int = 0
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        if path == "/update_weights_from_distributed":
+            assert body is not None
+            self.loaded |= {name: self.sent for name in body["names"] if self.loads(name)}
+        return await super().call(path, body, size) if path != "/update_weight_version" else {}
+
+    async def checksums(self, size: int) -> dict[str, str]:
+        if not self.checks:
+            raise EngineError("one gives no checksums")
+        return dict(self.loaded)
+
+    async def version(self) -> int:
+        return self.label
+
+    async def publish(self, sender: WeightBroadcaster, version: int) -> bool:
+        """Send a version, and read its files unless the engine serves it then; returns whether it did."""
+        self.sent = str(version)
+        serves = await sender.send([self], version) == {self.url}  # type: ignore[list-item]
+        self.loaded |= {f"layer {number}": self.sent for number in range(NUMBER)} if not serves else {}
+        self.label = version
+        return serves
+
+
+def sender_to_a_stranger(engine: Receiver, notes: list[str]) -> WeightBroadcaster:
+    made = sender_to(Source(), notes, engine)
+    made._links[engine.url].proved = False
+    engine.takes.set()
+    return made
+
+
+async def test_an_engine_serves_what_is_sent_once_it_was_compared_with_files() -> None:
+    engine, notes = Skipping("one"), list[str]()
+    sender = sender_to_a_stranger(engine, notes)
+    assert [await engine.publish(sender, version) for version in (1, 2, 3)] == [False, True, True]
+    assert not notes
+
+
+async def test_an_engine_that_skips_a_tensor_serves_only_files() -> None:
+    engine, notes = Skipping("one", loads=lambda name: name != "layer 4"), list[str]()
+    sender = sender_to_a_stranger(engine, notes)
+    assert [await engine.publish(sender, version) for version in (1, 2, 3)] == [False, False, False]
+    assert len(notes) == 1, "it is not tried again"
+    assert "1 tensors differ, such as layer 4" in notes[0]
+
+
+async def test_an_engine_without_checksums_serves_only_files() -> None:
+    engine, notes = Skipping("one", checks=False), list[str]()
+    assert not await engine.publish(sender_to_a_stranger(engine, notes), 1)
+    assert "gives no checksums" in notes[0]
+
+
+async def test_an_engine_with_another_version_than_the_one_compared_is_compared_again() -> None:
+    engine, notes = Skipping("one"), list[str]()
+    sender = sender_to_a_stranger(engine, notes)
+    assert not await engine.publish(sender, 1)
+    engine.label = 0  # as after a restart
+    assert [await engine.publish(sender, version) for version in (2, 3)] == [False, True]
+    assert not notes
 
 
 class UpdateLock(Protocol):

@@ -1,0 +1,28 @@
+"""Tensors as they are sent to engines: the names, shapes, types and values that the files have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.tiny import make_tiny_model
+from tidegate.config import TrainerSettings
+from tidegate.trainer.policy.policy import Policy
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+def test_tensors_are_sent_as_they_are_in_files(tmp_path: Path, family: str, dtype: str) -> None:
+    make_tiny_model(tmp_path / "base", hidden=32, family=family)
+    policy = Policy.load(tmp_path / "base", TrainerSettings())
+    policy.save_weights(tmp_path / "files", dtype=dtype)
+    files = load_file(tmp_path / "files" / "model.safetensors")
+    sent = [item for bucket in policy.weight_buckets(20_000, as_files=dtype) for item in bucket.items()]
+    assert sorted(name for name, _ in sent) == sorted(files)
+    assert {value.dtype for _, value in sent} == {getattr(torch, dtype)}
+    assert all(torch.equal(value, files[name]) for name, value in sent)
+    if family == "qwen3_moe":
+        assert "model.layers.1.mlp.experts.3.down_proj.weight" in files
