@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +188,17 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ),
         ([*MODEL, "--trainer.kl_estimator", "k1"], "kl_estimator has no effect without a penalty"),
         (
+            [
+                *MODEL,
+                "--engine.kind=sglang",
+                "--engine.python=p",
+                "--engine.dtype=float32",
+                "--engine.arguments=--dtype",
+                "--engine.arguments=half",
+            ],
+            'engine.dtype = "float32" and --dtype half in engine.arguments are one setting',
+        ),
+        (
             [*MODEL, "--engine.kind", "sglang", "--engine.python", "p", "--engine.max_slots", "8"],
             'engine.max_slots is for engine.kind = "embedded"',
         ),
@@ -365,6 +377,28 @@ def test_ranks_need_a_device_each():
     with pytest.raises(ConfigError, match=r"a single device, but ranks = 2"):
         load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda:1"])
     load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "arguments"),
+    [
+        ({}, "float32", None),
+        ({"device": "cuda"}, "bfloat16", None),
+        ({"device": "cuda", "dtype": "float32"}, "float32", None),
+        ({"kind": "sglang"}, "bfloat16", ["--dtype", "bfloat16"]),
+        ({"kind": "vllm", "dtype": "float32"}, "float32", ["--dtype", "float32"]),
+        ({"kind": "sglang", "arguments": ["--dtype=float32"]}, "float32", ["--dtype=float32"]),
+        ({"kind": "sglang", "arguments": ["--dtype", "half"]}, "float32", ["--dtype", "half"]),
+    ],
+)
+def test_weights_are_published_in_the_number_type_that_the_engines_are_given(
+    engine: dict[str, Any], dtype: str, arguments: list[str] | None
+) -> None:
+    python = {"python": "/x/python"} if "kind" in engine else {}
+    settings = EngineSettings(**engine, **python)
+    assert settings.weights_dtype == dtype
+    if arguments is not None:
+        assert settings.numbered(0) == arguments
 
 
 def test_vllm_takes_weights_from_files_only(tmp_path: Path) -> None:

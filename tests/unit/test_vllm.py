@@ -108,7 +108,8 @@ def test_the_command_line_that_a_run_starts() -> None:
     settings = EngineSettings(kind="vllm", python=Path("/py"), arguments=["--gpu", "{index}"])
     words = vllm_arguments(settings, lambda: (Path("/w"), 3), 1)
     assert words == [
-        "--model.path=/w", "--engine.python=/py", "--engine.arguments=--gpu", '--engine.arguments="1"',
+        "--model.path=/w", "--engine.python=/py", "--engine.arguments=--dtype",
+        "--engine.arguments=bfloat16", "--engine.arguments=--gpu", '--engine.arguments="1"',
         "--weight-version", "3",
     ]  # fmt: skip
 

@@ -44,9 +44,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
     settings = load(EngineCommand, None, rest)
     log_to_stderr()
-    options = EngineOptions(
-        settings.model.path, weight_version=arguments.weight_version, **settings.engine.model_dump()
-    )
+    engine = settings.engine.model_dump() | {"dtype": settings.engine.weights_dtype}
+    options = EngineOptions(settings.model.path, weight_version=arguments.weight_version, **engine)
     listed = None if arguments.join is None else _joining(arguments.join, arguments.host)
     serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, listed=listed))
     return 0

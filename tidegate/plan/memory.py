@@ -185,14 +185,14 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     counted = f"{number:,} parameters"
     items = []
     if not engine.urls and engine.kind == "embedded":
-        size = BYTES[engine.dtype]
+        size = BYTES[engine.weights_dtype]
         per_engine = [
             Item(engine.device, "engine", "weights", f"{counted} × {size} B", number * size),
             Item(
                 engine.device, "engine", "KV cache",
                 f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
                 f"{shape.kv_heads} heads × {shape.head_dim} × 2 × {size} B",
-                shape.kv_bytes(engine.max_slots, engine.max_context, engine.dtype),
+                shape.kv_bytes(engine.max_slots, engine.max_context, engine.weights_dtype),
             ),
             Item(
                 engine.device, "engine", "prefixes", "maximum, for earlier sequences",
@@ -277,15 +277,15 @@ def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: in
 
 
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """Returns the size of the run directory: two published versions and the best one in the engine's `dtype`,
-    and checkpoints in float32 with AdamW's moments and, with LoRA, the adapter."""
+    """Returns the size of the run directory: two published versions and the best one in the engine's type, and
+    checkpoints in float32 with AdamW's moments and, with LoRA, the adapter."""
     trainer, number = settings.trainer, shape.parameters
     count, where = trainer.keep_checkpoints, str(settings.run_dir)
     size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"
     if trainer.lora.rank:
         beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
         size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
-    published = BYTES[settings.engine.dtype]
+    published = BYTES[settings.engine.weights_dtype]
     return [
         Item(where, "disk", "published and best", f"3 × {number:,} × {published} B", 3 * number * published),
         Item(where, "disk", "checkpoints", f"{count} × {how}", count * size),

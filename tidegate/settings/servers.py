@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -35,12 +36,19 @@ class ExternalEngine(SettingsSection):
         """Returns the arguments of the engine with this number."""
         return [argument.replace("{index}", str(index)) for argument in self.arguments]
 
+    @property
+    def dtype_argument(self) -> str | None:
+        """The value of `--dtype` in `arguments`; None if it is not there."""
+        words = " ".join(self.arguments).replace("--dtype=", "--dtype ").split()
+        return next((value for name, value in itertools.pairwise(words) if name == "--dtype"), None)
+
 
 class EmbeddedEngine(SettingsSection):
     device: str = "cpu"
     """Device of an embedded engine: cpu, cuda, cuda:1."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of an embedded engine's weights and cache."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of the engines' weights and cache, in which weights are published. None: float32 for an
+    embedded engine on a CPU; bfloat16 on a GPU and for SGLang and vLLM, unless `arguments` has `--dtype`."""
     threads: Annotated[int, Field(ge=1)] = 1
     """torch threads of an embedded engine; on shared cores one is faster than two."""
     max_slots: Annotated[int, Field(ge=1)] = 64
@@ -51,8 +59,13 @@ class EmbeddedEngine(SettingsSection):
     """Memory of an embedded engine for keys and values of earlier sequences, in MB; a follow-up turn then
     computes only new tokens."""
 
+    @property
+    def weights_dtype(self) -> str:
+        """`dtype`, or its default."""
+        return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
-EMBEDDED_ONLY = tuple(EmbeddedEngine.model_fields)
+
+EMBEDDED_ONLY = tuple(name for name in EmbeddedEngine.model_fields if name != "dtype")
 
 
 class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
@@ -68,8 +81,25 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
         """`max_context` if it applies: to embedded engines that the run starts; else None."""
         return self.max_context if self.kind == "embedded" and not self.urls else None
 
+    @property
+    def weights_dtype(self) -> str:
+        if self.kind == "embedded":
+            return super().weights_dtype
+        given = self.dtype_argument or self.dtype or "bfloat16"
+        return "bfloat16" if given == "bfloat16" else "float32"  # from which an engine can make any other
+
+    def numbered(self, index: int) -> list[str]:
+        """Returns the arguments of the engine with this number, with `--dtype`."""
+        given = super().numbered(index)
+        return given if self.dtype_argument else ["--dtype", self.weights_dtype, *given]
+
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:
+        if self.dtype and self.dtype_argument:
+            raise ValueError(
+                f'engine.dtype = "{self.dtype}" and --dtype {self.dtype_argument} in engine.arguments are '
+                "one setting; remove one of the two"
+            )
         if self.urls and self.count != 1:
             raise ValueError(
                 f"engine.count = {self.count} is the number of engines to start, but engine.urls names "

@@ -270,16 +270,16 @@ class Training:
 
     def _publisher(self, stack: contextlib.AsyncExitStack) -> Publisher:
         settings = self.settings
-        sender = None
+        sender, dtype = None, settings.engine.weights_dtype
         if settings.trainer.publish_transport == "broadcast":
-            source = partial(self.policy.weight_buckets, as_files=settings.engine.dtype)
+            source = partial(self.policy.weight_buckets, as_files=dtype)
             sender = WeightBroadcaster(source, self.observer.note, device=settings.trainer.device)
             stack.callback(sender.close)
         # SGLang loads whole models only; a node without the run's files has no base.
         deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place
         writer = VersionWriter(
             self.dir / "weights", self.policy.save_weights, self.policy.weight_buckets,
-            settings.engine.dtype, settings.trainer.publish_full_every if deltas else 1, self.observer.note,
+            dtype, settings.trainer.publish_full_every if deltas else 1, self.observer.note,
         )  # fmt: skip
         return Publisher(
             writer, self.engines.urls, self.rollout.cancel_stale,

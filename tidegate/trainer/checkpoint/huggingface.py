@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -72,6 +73,7 @@ def write_model(
     partial.mkdir(parents=True)
     try:
         _write_tensors(partial, model, values)
+        _write_dtype(partial / "config.json", values)
         checksum.write(partial)
         for name, content in files.items():
             (partial / name).parent.mkdir(exist_ok=True)
@@ -124,6 +126,24 @@ def conversion_units(model: Any, live: Mapping[str, Tensor]) -> Callable[[str], 
 
     together = {name for name in meta if not alone(name)}
     return lambda name: "converted together" if name in together else name
+
+
+def _write_dtype(path: Path, values: Mapping[str, Tensor]) -> None:
+    """Write the data type of the values to a config, where transformers writes the model's.
+
+    Engines that start from the files take their type from there.
+    """
+    types = {
+        str(value.dtype).removeprefix("torch.") for value in values.values() if value.is_floating_point()
+    }
+    if len(types) != 1:  # some values stay in another type, and transformers' choice stands
+        return
+    (dtype,) = types
+    config = json.loads(path.read_text())
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        if isinstance(part.get("dtype"), str):
+            part["dtype"] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _write_tensors(directory: Path, model: Any, values: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from tidegate.config import AgentSettings, EngineSettings, Settings
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
-from tidegate.settings.servers import EMBEDDED_ONLY, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
+from tidegate.settings.servers import EmbeddedEngine, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agents import AgentProcess
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
@@ -160,7 +160,7 @@ def agent_process(
 
 def engine_arguments(settings: Settings, current: CurrentWeights) -> list[str]:
     weights, version = current()
-    engine = settings.engine.model_dump(include=set(EMBEDDED_ONLY))
+    engine = settings.engine.model_dump(include=set(EmbeddedEngine.model_fields))
     command = EngineCommand.model_validate({"model": {"path": weights}, "engine": engine})
     return [*arguments_of(command), "--weight-version", str(version)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,7 @@ def test_tensors_are_sent_as_they_are_in_files(tmp_path: Path, family: str, dtyp
     assert sorted(name for name, _ in sent) == sorted(files)
     assert {value.dtype for _, value in sent} == {getattr(torch, dtype)}
     assert all(torch.equal(value, files[name]) for name, value in sent)
+    config = json.loads((tmp_path / "files" / "config.json").read_text())
+    assert config["dtype"] == dtype, "else SGLang takes another one when it starts from the files"
     if family == "qwen3_moe":
         assert "model.layers.1.mlp.experts.3.down_proj.weight" in files
