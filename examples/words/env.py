@@ -30,6 +30,12 @@ TRAINING = (
     'What is "{word}": {a}, {b} or {c}? Answer with one word.',
     'Choose the right word for "{word}": {a}, {b} or {c}.',
     'Which of these is "{word}"? {a}, {b}, {c}. Reply with one word only.',
+    'Here are three words: {a}, {b}, {c}. Which one fits "{word}"?',
+    'A child asks what "{word}" is. Tell the child: {a}, {b} or {c}?',
+    'Label "{word}" as {a}, {b} or {c}. Write the label only.',
+    'There are shelves for {a}, {b} and {c}. On which shelf does "{word}" belong?',
+    'Options: {a} / {b} / {c}. Item: "{word}". Which option?',
+    'Complete with {a}, {b} or {c}: "{word}" is a kind of',
 )
 UNSEEN = (
     'Sort "{word}" into one of three boxes: {a}, {b}, {c}. Give just the name of the box.',
@@ -43,7 +49,7 @@ def correct(output, answer) -> float:
 
 
 class Words(Environment):
-    """One word in three, and two of the six wordings, do not occur in training."""
+    """One word in three, and two of the twelve wordings, do not occur in training."""
 
     name = "words"
     rewards = (Reward("correct", correct),)
