@@ -25,6 +25,7 @@ from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
+from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.rollout.evaluator import check_suites
@@ -209,6 +210,8 @@ async def _open_sandboxes(settings: Settings, environment: Environment) -> None:
 def check_model(settings: Settings, *, engines: bool | None) -> None:
     """Raises StartError if the device, the tokenizer or the free memory does not suit the model.
 
+    Raises ConfigError if ranks and engines would share GPUs.
+
     Args:
         settings: Settings of the run.
         engines: Whether engines are started on this machine, too; None: others share the work.
@@ -218,6 +221,7 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
     find_device("trainer.device", settings.trainer.device)
     refuse_unusable(settings.model.path)
     if engines is not None:
+        engine_gpus(settings, len(visible_gpus()))
         check_memory(settings, free_memory, engines=engines)
 
 

@@ -19,7 +19,7 @@ from tests.tiny import make_tiny_model
 from tidegate.cli import main
 from tidegate.config import Settings
 from tidegate.errors import ConfigError, StartError
-from tidegate.plan.dry_run import describe
+from tidegate.plan.dry_run import describe, obstacles
 from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.weights.cache_argument import cache_argument
@@ -331,3 +331,14 @@ def test_published_weights_have_the_data_type_of_the_engine(tmp_path: Path, dtyp
     settings = settings_of(BASE, tmp_path, engine={"dtype": dtype})
     shape = read_shape(BASE)
     assert disk_plan(settings, shape)[0].size == 3 * size * shape.parameters
+
+
+def test_engines_and_ranks_of_a_machine_are_planned_on_their_own_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(BASE, tmp_path, engine={"device": "cuda", "count": 2}, trainer={"device": "cuda"})
+    for visible, devices in (("0", {"cuda"}), ("0,1,2", {"cuda", "cuda:1", "cuda:2"})):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert {item.device for item in memory_plan(settings, read_shape(BASE))} == devices
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert any("need 1 + 2 × 1 GPUs" in fault for fault in obstacles(settings))

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.doctor.model import has_template
-from tidegate.errors import StartError, TidegateError
+from tidegate.errors import ConfigError, StartError, TidegateError
 from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
+from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
 
 MASK = "…"
@@ -104,7 +105,7 @@ def _engine(settings: Settings) -> list[str]:
     model, engine = settings.model.path, settings.engine
     if engine.kind == "sglang":
         server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
-        return [*server, "--weight-version", "0", *engine.arguments]
+        return [*server, "--weight-version", "0", *engine.numbered(0)]
     if engine.kind == "vllm":
         return ["tidegate", "vllm", *vllm_arguments(engine, lambda: (model, 0), 0)]
     return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]
@@ -170,6 +171,10 @@ def _devices(settings: Settings) -> Iterator[str]:
                 find_device(setting, device)
             except StartError as error:
                 yield str(error)
+    try:
+        engine_gpus(settings, len(visible_gpus()))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _too_large(settings: Settings) -> Iterator[str]:

@@ -31,6 +31,7 @@ from typing import Any
 
 from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError, StartError
+from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.weights.files import stored_parameters
 
 FLOAT32 = 4
@@ -183,24 +184,35 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     engine, trainer = settings.engine, settings.trainer
     number = shape.parameters
     counted = f"{number:,} parameters"
-    items = []
+    items: list[Item] = []
     if not engine.urls and engine.kind == "embedded":
         size = BYTES[engine.weights_dtype]
-        per_engine = [
-            Item(engine.device, "engine", "weights", f"{counted} × {size} B", number * size),
-            Item(
-                engine.device, "engine", "KV cache",
-                f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
-                f"{shape.kv_heads} heads × {shape.head_dim} × 2 × {size} B",
-                shape.kv_bytes(engine.max_slots, engine.max_context, engine.weights_dtype),
-            ),
-            Item(
-                engine.device, "engine", "prefixes", "maximum, for earlier sequences",
-                engine.prefix_cache_mb * 2**20,
-            ),
-        ]  # fmt: skip
-        items += per_engine * engine.count
+        for device in _engine_devices(settings):
+            items += [
+                Item(device, "engine", "weights", f"{counted} × {size} B", number * size),
+                Item(
+                    device, "engine", "KV cache",
+                    f"{engine.max_slots} slots × {engine.max_context} tokens × {shape.layers} layers × "
+                    f"{shape.kv_heads} heads × {shape.head_dim} × 2 × {size} B",
+                    shape.kv_bytes(engine.max_slots, engine.max_context, engine.weights_dtype),
+                ),
+                Item(
+                    device, "engine", "prefixes", "maximum, for earlier sequences",
+                    engine.prefix_cache_mb * 2**20,
+                ),
+            ]  # fmt: skip
     return items + _trainer_plan(trainer, shape)
+
+
+def _engine_devices(settings: Settings) -> list[str]:
+    """Returns the device of each embedded engine; the trainer's GPU has the trainer's name."""
+    engine, trainer = settings.engine, settings.trainer
+    try:
+        gpus = engine_gpus(settings, len(visible_gpus()))[: engine.count]
+    except ConfigError:  # refused by name before the start
+        gpus = [()] * engine.count
+    names = [f"cuda:{own[0]}" if own else engine.device for own in gpus]
+    return [trainer.device if (name, trainer.device) == ("cuda:0", "cuda") else name for name in names]
 
 
 def check_memory(settings: Settings, free: Callable[[str], int | None], *, engines: bool = True) -> None:
@@ -277,8 +289,8 @@ def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: in
 
 
 def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
-    """Returns the size of the run directory: two published versions and the best one in the engine's type, and
-    checkpoints in float32 with AdamW's moments and, with LoRA, the adapter."""
+    """Returns the size of the run directory: two published versions and the best one in the engine's type,
+    and checkpoints in float32 with AdamW's moments and, with LoRA, the adapter."""
     trainer, number = settings.trainer, shape.parameters
     count, where = trainer.keep_checkpoints, str(settings.run_dir)
     size, how = 3 * FLOAT32 * number, f"{number:,} × 12 B"

@@ -81,6 +81,8 @@ class Service(OwnedProcess):
         self._announce = directory / "logs" / f"{self.name}.address"
         self._host = host
         self.ready_s = ready_s
+        self.variables: dict[str, str] = {}
+        """Environment variables that the process gets besides the owner's."""
         self._socket: socket.socket | None = None
 
     async def start(self) -> str:
@@ -101,7 +103,9 @@ class Service(OwnedProcess):
                 inherited.append(stack.enter_context(theirs).fileno())
                 command += ["--secrets-fd", str(inherited[-1])]
             pipe = asyncio.subprocess.PIPE
-            await self._spawn(command, stdin=pipe, pass_fds=inherited, env=self.environment())
+            await self._spawn(
+                command, stdin=pipe, pass_fds=inherited, env=self.environment() | self.variables
+            )
         if ours is not None:
             await send_secrets(ours, self._secrets, self.ready_s)
         self.url = await self._ready()

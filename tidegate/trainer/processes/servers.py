@@ -18,6 +18,7 @@ from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import EmbeddedEngine, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agents import AgentProcess
+from tidegate.trainer.processes.gpus import chooses_gpus, engine_gpus, on_gpus, only_visible, visible_gpus
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 
@@ -220,17 +221,30 @@ class LocalProcesses:
     delivers_in_place = True
 
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
+        """Create the engines; raises ConfigError if their GPUs would be those of others (`engine_gpus`)."""
+        names = visible_gpus()
+        gpus = engine_gpus(settings, len(names))
+
         def engine(index: int, name: str) -> Service:
             snapshot = partial(snapshot_weights, current, run_dir / "weights", name)
-            return engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
+            if settings.engine.kind == "embedded":
+                own = on_gpus(settings, gpus[index])
+                return engine_server(own, name, index, run_dir, self.host, 0, snapshot)
+            server = engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
+            if not chooses_gpus(settings.engine):
+                server.variables = only_visible(gpus[index], names)
+            return server
 
         return [engine(index, name) for index, name in enumerate(engine_names(settings))]
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, Service]:
         given = {env: model.path for env, model in settings.trainer.teacher.models.items() if model.path}
+        gpus = engine_gpus(settings, len(visible_gpus()))[len(engine_names(settings)) :]
         return {
-            env: teacher_server(settings, "-".join(filter(None, ("teacher", env))), path.absolute(), run_dir)
-            for env, path in given.items()
+            env: teacher_server(
+                on_gpus(settings, own), "-".join(filter(None, ("teacher", env))), path.absolute(), run_dir
+            )
+            for (env, path), own in zip(given.items(), gpus, strict=True)
         }
 
     def environments(self, settings: Settings, run_dir: Path, key: str) -> Service:

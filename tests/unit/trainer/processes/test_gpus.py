@@ -1,0 +1,96 @@
+"""The GPUs of a machine: ranks and engines use different ones, or the run is refused before it starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate.config import Settings
+from tidegate.errors import ConfigError
+from tidegate.trainer.processes.gpus import engine_gpus
+from tidegate.trainer.processes.servers import LocalProcesses
+
+SGLANG = {"kind": "sglang", "python": "/x/python"}
+VLLM = {"kind": "vllm", "python": "/x/python"}
+
+
+def settings(trainer: dict[str, Any], engine: dict[str, Any]) -> Settings:
+    return Settings.model_validate(
+        {
+            "model": {"path": "m"},
+            "env": {"use": "arithmetic"},
+            "agent": {"use": "solver"},
+            "trainer": {"device": "cuda", **trainer},
+            "engine": engine,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "available", "found"),
+    [
+        ({"ranks": 4}, {**SGLANG, "count": 4}, 8, [(4,), (5,), (6,), (7,)]),
+        ({"ranks": 4}, {**SGLANG, "count": 2, "arguments": ["--tp", "2"]}, 8, [(4, 5), (6, 7)]),
+        ({}, {**VLLM, "arguments": ["--tensor-parallel-size=2"]}, 8, [(1, 2)]),
+        ({"ranks": 2}, {**SGLANG, "count": 2, "arguments": ["--base-gpu-id=1{index}"]}, 12, [(10,), (11,)]),
+        ({"device": "cuda:2"}, {"device": "cuda", "count": 3}, 4, [(0,), (1,), (3,)]),
+        ({}, {"device": "cuda:1", "count": 2}, 2, [(1,), (1,)]),
+        ({}, SGLANG, 1, [(0,)]),
+        ({}, {"device": "cuda", "count": 2}, 1, [(0,), (0,)]),
+        ({"device": "cuda:0"}, {"device": "cuda:0"}, 2, [(0,)]),
+        ({"device": "cpu"}, {**SGLANG, "arguments": ["--device", "cpu"]}, 2, [()]),
+        ({"ranks": 2}, {"device": "cpu"}, 2, [()]),
+        ({"ranks": 2}, {"urls": ["http://e:1"]}, 2, []),
+        ({}, SGLANG, 0, [()]),
+    ],
+)
+def test_ranks_have_the_first_gpus_and_engines_the_next(
+    trainer: dict[str, Any], engine: dict[str, Any], available: int, found: list[tuple[int, ...]]
+) -> None:
+    assert engine_gpus(settings(trainer, engine), available) == found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "engine", "available", "words"),
+    [
+        ({"ranks": 4}, {"device": "cpu"}, 2, "trainer.ranks = 4 need a GPU each, and this machine has 2"),
+        ({"ranks": 4}, {**SGLANG, "count": 5}, 8, r"need 4 \+ 5 × 1 GPUs, and this machine has 8"),
+        ({}, {"device": "cuda", "count": 2}, 2, r"need 1 \+ 2 × 1 GPUs"),
+        ({}, {**SGLANG, "arguments": ["--tp", "2"]}, 1, r"need 1 \+ 1 × 2 GPUs"),
+        (
+            {"ranks": 2},
+            {**SGLANG, "count": 2, "arguments": ["--base-gpu-id", "{index}"]},
+            8,
+            "trainer rank 0",
+        ),
+        ({}, {"device": "cuda:0"}, 2, "engine.device puts engine 0 on GPU 0, which trainer rank 0 uses"),
+        ({}, {**SGLANG, "count": 2, "arguments": ["--base-gpu-id", "1"]}, 4, "use {index}"),
+        ({"publish_transport": "broadcast"}, SGLANG, 1, '"broadcast" cannot send weights'),
+    ],
+)
+def test_an_overlap_is_refused_by_name(
+    trainer: dict[str, Any], engine: dict[str, Any], available: int, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_gpus(settings(trainer, engine), available)
+
+
+def test_the_processes_see_only_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    for kind in (SGLANG, VLLM):
+        engines = LocalProcesses().engines(settings({"ranks": 2}, {**kind, "count": 2}), tmp_path, weights)
+        assert [engine.variables for engine in engines] == [
+            {"CUDA_VISIBLE_DEVICES": "6"},
+            {"CUDA_VISIBLE_DEVICES": "7"},
+        ]
+    chosen = {**SGLANG, "arguments": ["--base-gpu-id", "3"]}
+    (engine,) = LocalProcesses().engines(settings({"ranks": 2}, chosen), tmp_path, weights)
+    assert engine.variables == {}, "SGLang counts among all that are visible"
+    (engine,) = LocalProcesses().engines(settings({"ranks": 2}, {"device": "cuda"}), tmp_path, weights)
+    assert "--engine.device=cuda:2" in engine.command()
+
+
+def weights() -> tuple[Path, int]:
+    return Path("model"), 0
