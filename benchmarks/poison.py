@@ -40,7 +40,7 @@ class Book:
 
     task_of: dict[str, str] = field(default_factory=dict)
     failures: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """(group, slot) → number of failed attempts."""
+    """(group, slot) → number of failed attempts that were charged to the task."""
     slot_of: dict[str, tuple[str, int]] = field(default_factory=dict)
     quarantined: dict[str, str] = field(default_factory=dict)
     """Task → the group whose slot ran out of attempts."""
@@ -58,7 +58,7 @@ class Book:
                 book.cancelled.add(one["id"])
             elif one["kind"] == "attempt" and one["event"] == "issued":
                 book.slot_of[one["id"]] = (one["group"], one["slot"])
-            elif one["kind"] == "attempt" and one["state"] == "failed":
+            elif one["kind"] == "attempt" and one["state"] == "failed" and not _spared(one):
                 book.failures[book.slot_of[one["id"]]] += 1
         return book
 
@@ -79,6 +79,11 @@ class Book:
             "quarantined_after_other_than_max_attempts": float(sum(n != max_attempts for n in most.values())),
             "slots_over_max_attempts": float(sum(n > max_attempts for n in self.failures.values())),
         }
+
+
+def _spared(line: dict[str, object]) -> bool:
+    """Whether a failure was an outage's or a slow engine's."""
+    return bool(line.get("spared") or line.get("slow"))
 
 
 def train(settings: Settings) -> dict[str, float]:

@@ -17,29 +17,26 @@ KINDS = {
         Argentina Australia Austria Belgium Brazil Canada Chile China Cuba Denmark Egypt Finland France
         Germany Greece Hungary India Ireland Italy Japan Kenya Mexico Norway Peru Poland Portugal Russia
         Spain Sweden Vietnam""",
-    "vehicle": """
-        airplane ambulance bicycle boat bus canoe car cart ferry helicopter jeep kayak limousine lorry
-        motorcycle plane raft rocket sailboat scooter ship sled spaceship submarine taxi tractor train tram
-        truck van""",
     "color": """
         azure beige black blue brown crimson cyan gray green indigo magenta maroon mauve pink purple red
         scarlet tan teal turquoise violet white yellow""",
 }
+SYSTEM = "Answer with one word."
 TRAINING = (
-    'Is "{word}" a kind of {a}, {b} or {c}? Answer with one word.',
-    'What is "{word}": {a}, {b} or {c}? Answer with one word.',
+    'Is "{word}" a kind of {a}, {b} or {c}?',
+    'What is "{word}": {a}, {b} or {c}?',
     'Choose the right word for "{word}": {a}, {b} or {c}.',
-    'Which of these is "{word}"? {a}, {b}, {c}. Reply with one word only.',
+    'Which of these is "{word}"? {a}, {b}, {c}.',
     'Here are three words: {a}, {b}, {c}. Which one fits "{word}"?',
     'A child asks what "{word}" is. Tell the child: {a}, {b} or {c}?',
-    'Label "{word}" as {a}, {b} or {c}. Write the label only.',
-    'There are shelves for {a}, {b} and {c}. On which shelf does "{word}" belong?',
-    'Options: {a} / {b} / {c}. Item: "{word}". Which option?',
+    'Label "{word}" as {a}, {b} or {c}.',
+    'There are shelves for {a}, {b} and {c}. On which one does "{word}" belong?',
+    'Options: {a} / {b} / {c}. Item: "{word}".',
     'Complete with {a}, {b} or {c}: "{word}" is a kind of',
 )
 UNSEEN = (
-    'Sort "{word}" into one of three boxes: {a}, {b}, {c}. Give just the name of the box.',
-    'Someone says "{word}". Do they mean a {a}, a {b} or a {c}? One word, please.',
+    'Sort "{word}" into one of three boxes: {a}, {b}, {c}.',
+    'Someone says "{word}". Do they mean a {a}, a {b} or a {c}?',
 )
 
 
@@ -76,4 +73,5 @@ class Words(Environment):
         kinds = [kind, *rng.sample(sorted(KINDS.keys() - {kind}), 2)]
         rng.shuffle(kinds)
         question = rng.choice(wordings).format(word=word, **dict(zip("abc", kinds, strict=True)))
-        return Task(id, self.name, [{"role": "user", "content": question}], kind, info={"kinds": kinds})
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        return Task(id, self.name, messages, kind, info={"kinds": kinds})
