@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, gone, held, ledger, metrics, training
+from tests.e2e.runs import ENVIRONMENT, TrainProcess, gone, held, ledger, metrics, training
 from tidegate.errors import StartError
+from tidegate.service.api_key import ENGINE_KEY
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 
 pytestmark = pytest.mark.slow
+KEY = "of-the-test"
 
 
 def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> None:
@@ -34,7 +36,8 @@ def test_a_killed_engine_comes_back_at_the_current_version(tmp_path: Path) -> No
 
 def test_one_of_two_engines_is_killed_and_the_run_continues_with_both(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--engine.count=2", "--trainer.steps=1000") as run:
+    environment = {**ENVIRONMENT, ENGINE_KEY: KEY}
+    with training(run_dir, "--engine.count=2", "--trainer.steps=1000", environment=environment) as run:
         run.until_step(3)
         first = run.owned("engine-1")
         os.kill(first, signal.SIGKILL)
@@ -53,7 +56,8 @@ def test_one_of_two_engines_is_killed_and_the_run_continues_with_both(tmp_path: 
 def sampled_by(run: TrainProcess, engine: str) -> int:
     """Tokens that an engine has sampled since its start."""
     url = json.loads((run.run_dir / "logs" / f"{engine}.address").read_text())["url"]
-    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as reply:
+    request = urllib.request.Request(f"{url}/model_info", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=10) as reply:
         return int(json.load(reply)["tokens_sampled"])
 
 

@@ -21,6 +21,7 @@ from tests.e2e.runs import ENVIRONMENT, REPO, TrainProcess, ends, held, metrics,
 from tests.fakes import FakeEngine, Fault
 from tests.waiting import announced
 from tidegate.gateway.client import ADMIN_KEY
+from tidegate.service.api_key import ENGINE_KEY
 
 pytestmark = pytest.mark.slow
 KEY = "of-the-test"
@@ -64,7 +65,8 @@ def sampled(url: str) -> int:
 
 def test_one_engine_joins_and_another_leaves_and_dies_and_nothing_is_lost(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--trainer.steps=1000", "--eval.tasks=4", f"--gateway.admin_key={KEY}") as run:
+    settings = ["--trainer.steps=1000", "--eval.tasks=4", f"--gateway.admin_key={KEY}"]
+    with training(run_dir, *settings, environment={**ENVIRONMENT, ENGINE_KEY: KEY}) as run:
         run.until_step(1)
         own, engines = address(run, "engine"), address(run, "gateway") + "/engines"
         with joining(run, tmp_path) as new:

@@ -20,6 +20,7 @@ COMMANDS = {
     "TIDEGATE_ADMIN_KEY": ["gateway", "--model.path", MODEL, "--gateway.host", "0.0.0.0"],
     "TIDEGATE_WORKER_KEY": ["worker", "--gateway", "http://127.0.0.1:1", "--agent", "solver"],
     "TIDEGATE_ENV_KEY": ["env", "serve", "arithmetic", "--host", "0.0.0.0"],
+    "TIDEGATE_ENGINE_KEY": ["engine", "--model.path", MODEL],
     "TIDEGATE_RAG_KEY": ["rag", "serve", "index", "--host", "0.0.0.0"],
 }
 

@@ -96,6 +96,25 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     add_parent(parser)
 
 
+def add_engine_key(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for a parent process that passes an engine's key."""
+    parser.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
+    parser.epilog = "The environment variable TIDEGATE_ENGINE_KEY sets a key that all calls but /health need."
+
+
+def engine_key_of(arguments: argparse.Namespace) -> str | None:
+    """Returns the key that the parent process passes, else that in the environment, and shields it."""
+    from tidegate.service.api_key import ENGINE_KEY, key_from_environment
+    from tidegate.service.process_secrets import receive_secrets, shield_process
+
+    key = key_from_environment(ENGINE_KEY)
+    if arguments.secrets_fd is not None:
+        key = receive_secrets(arguments.secrets_fd)["key"]
+    if key is not None:
+        shield_process()
+    return key
+
+
 def add_parent(parser: argparse.ArgumentParser) -> None:
     """Adds options for parent processes: the server writes {url, pid} to a file when it is ready, and exits
     when its stdin closes."""

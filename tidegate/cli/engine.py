@@ -8,7 +8,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
-from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
+from tidegate.cli.commands import (
+    Subparsers,
+    add_address,
+    add_engine_key,
+    engine_key_of,
+    log_to_stderr,
+    takes_settings,
+)
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.service.process_secrets import shield_process
 
@@ -31,6 +38,7 @@ def add(subparsers: Subparsers) -> None:
         "TIDEGATE_ADMIN_KEY holds the gateway's admin key",
     )  # fmt: skip
     add_address(parser, 30000)
+    add_engine_key(parser)
     takes_settings(parser, "tidegate.settings.servers:EngineCommand")
     parser.set_defaults(run=run)
 
@@ -42,12 +50,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.settings.sections import load
     from tidegate.settings.servers import EngineCommand
 
-    settings = load(EngineCommand, None, rest)
+    settings, key = load(EngineCommand, None, rest), engine_key_of(arguments)
     log_to_stderr()
     engine = settings.engine.model_dump() | {"dtype": settings.engine.weights_dtype}
     options = EngineOptions(settings.model.path, weight_version=arguments.weight_version, **engine)
     listed = None if arguments.join is None else _joining(arguments.join, arguments.host)
-    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, listed=listed))
+    listen = Listen(arguments.host, arguments.port, arguments.announce, arguments.owned, listed=listed)
+    serve(options, listen, key)
     return 0
 
 

@@ -42,7 +42,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY
     from tidegate.gateway.server import serve, serve_front
-    from tidegate.service.api_key import ENV_KEY, key_from_environment
+    from tidegate.service.api_key import ENGINE_KEY, ENV_KEY, key_from_environment
     from tidegate.service.serve import Listen
     from tidegate.settings.sections import load
     from tidegate.settings.servers import GatewayCommand
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     settings = load(GatewayCommand, None, rest)
     gateway = settings.gateway
-    names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY, "env_key": ENV_KEY}
+    names = {"admin_key": ADMIN_KEY, "worker_key": WORKER_KEY, "env_key": ENV_KEY, "engine_key": ENGINE_KEY}
     keys = {name: key_from_environment(variable) for name, variable in names.items()}
     secrets = _secrets(arguments, settings, {name: key for name, key in keys.items() if key is not None})
     if not gateway.on_loopback and secrets.get("admin_key") is None:
@@ -118,7 +118,7 @@ def _options(
         reward_range=gateway.reward_range,
         redact=None if gateway.redact is None else load_object(gateway.redact, {}, "redaction"),
         journal=journal,
-        pool=PoolOptions(shards=shards),
+        pool=PoolOptions(shards=shards, key=secrets.get("engine_key")),
         id_prefix=id_prefix(index) if shards > 1 else "",
     )
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
+from tidegate.cli.commands import (
+    Subparsers,
+    add_address,
+    add_engine_key,
+    engine_key_of,
+    log_to_stderr,
+    takes_settings,
+)
 
 
 def add(subparsers: Subparsers) -> None:
@@ -16,6 +23,7 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
     add_address(parser, 30000)
+    add_engine_key(parser)
     takes_settings(parser, "tidegate.settings.servers:VLLMCommand")
     parser.set_defaults(run=run)
 
@@ -27,9 +35,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.vllm.app import serve
     from tidegate.vllm.process import VLLMOptions
 
-    settings = load(VLLMCommand, None, rest)
+    settings, key = load(VLLMCommand, None, rest), engine_key_of(arguments)
     log_to_stderr()
     engine, version = settings.engine, arguments.weight_version
     options = VLLMOptions(engine.python, settings.model.path, version, tuple(engine.numbered(0)))
-    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned))
+    serve(options, Listen(arguments.host, arguments.port, arguments.announce, arguments.owned), key)
     return 0

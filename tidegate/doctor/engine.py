@@ -14,6 +14,8 @@ import orjson
 from tidegate.doctor.findings import Finding, error, ok, warning
 from tidegate.gateway.engines.protocol import read_version
 from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.service.api_key import engine_key
+from tidegate.service.http_client import engine_headers
 
 TOKENS = 16
 INFO_S = 10.0
@@ -45,7 +47,8 @@ async def _json(
     http: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None, seconds: float
 ) -> dict[str, Any]:
     """Raises ValueError if the response is an error, or not a JSON object."""
-    async with asyncio.timeout(seconds), http.request(method, url, json=body) as response:
+    headers = engine_headers(url, engine_key())
+    async with asyncio.timeout(seconds), http.request(method, url, json=body, headers=headers) as response:
         answer = await response.read()
         if response.status != 200:
             raise ValueError(

@@ -1,17 +1,26 @@
-"""Reads a server's API key, and checks it in `Authorization: Bearer …`."""
+"""Reads the keys of servers, and checks them in `Authorization: Bearer …`."""
 
 from __future__ import annotations
 
 import hmac
 import os
+import secrets
 from collections.abc import Callable
+from functools import cache
 
+import orjson
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate.errors import ConfigError
 
 ENV_KEY = "TIDEGATE_ENV_KEY"
 """Environment variable with the key of an environment service."""
+ENGINE_KEY = "TIDEGATE_ENGINE_KEY"
+"""Environment variable with the key of engines."""
+OPEN = "/health"
+"""Path of a server with a key that needs none."""
 
 
 def key_from_environment(name: str) -> str | None:
@@ -29,6 +38,15 @@ def key_from_environment(name: str) -> str | None:
             f"the environment variable {name} is empty, and is no key: set it to a secret, or unset it"
         )
     return None if key is None else key.strip()
+
+
+@cache
+def engine_key() -> str:
+    """Returns the key of the engines that this process starts or calls: the environment's, or a random one.
+
+    Raises ConfigError if the environment's is empty.
+    """
+    return key_from_environment(ENGINE_KEY) or secrets.token_urlsafe(24)
 
 
 class ApiKey:
@@ -53,3 +71,22 @@ class ApiKey:
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key.encode()):
             raise self._refusal()
+
+
+class NeedsKey:
+    """ASGI app that passes the calls with a server's key, and those of its health, to another app."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = ApiKey(key, PermissionError)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN:
+            try:
+                self._key.check(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
+            except PermissionError:
+                why = f"this engine needs its key (Authorization: Bearer KEY), the value of {ENGINE_KEY}"
+                body = orjson.dumps({"error": {"message": why}})
+                await Response(body, 401, media_type="application/json")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

@@ -62,6 +62,11 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
 
+def engine_headers(url: str, key: str) -> dict[str, str]:
+    """Returns the header of an engine's key; empty if its address has a login, which is sent instead."""
+    return {} if URL(url).user is not None else bearer(key)
+
+
 def error_in(content: bytes) -> Mapping[str, Any]:
     """Returns the error of a JSON body, `{"error": {"message": …}}` or `{"message": …}`; empty if none."""
     try:

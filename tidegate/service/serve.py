@@ -23,6 +23,7 @@ import uvicorn
 
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
+from tidegate.service.api_key import NeedsKey
 from tidegate.service.direct.protocol import DirectProtocol
 from tidegate.service.direct.request import DirectRoute
 from tidegate.service.local_only import LocalOnly
@@ -82,6 +83,7 @@ def run_app(
     direct: Mapping[bytes, DirectRoute] | None = None,
     *,
     keyless: bool = False,
+    key: str | None = None,
 ) -> None:
     """Serve an ASGI app on a bound socket until SIGTERM, SIGINT or (if owned) the parent's exit.
 
@@ -91,7 +93,10 @@ def run_app(
         listen: Where it listens, and how it announces its address.
         direct: Routes of the app that bypass ASGI, by request line.
         keyless: Whether calls need no key; then those that web pages can send are refused.
+        key: Key that calls need, but those of health; None: the app checks its calls itself, if any.
     """
+    if key is not None:
+        app = NeedsKey(app, key)
     if keyless:
         app = guard = LocalOnly(app, on_loopback=listen.on_loopback)
         direct = {line: guard.guarded(route) for line, route in (direct or {}).items()}

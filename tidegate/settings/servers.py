@@ -21,8 +21,8 @@ class ModelSettings(SettingsSection):
 
 class EngineAddresses(SettingsSection):
     urls: list[HttpUrl] = []
-    """Addresses of running engines, such as `http://host:30000`. Without them a run starts `count`
-    engines."""
+    """Addresses of running engines, such as `http://host:30000`. Their key, if any, is given in
+    TIDEGATE_ENGINE_KEY. Without them a run starts `count` engines."""
 
 
 class ExternalEngine(SettingsSection):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import tomllib
 from collections.abc import Sequence
@@ -10,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
+from urllib.request import ProxyHandler, Request, build_opener
 
 from tidegate.errors import ConfigError, StartError
+from tidegate.service.api_key import ENGINE_KEY, engine_key
+from tidegate.service.http_client import engine_headers
 from tidegate.service.serve import Listen, bind
 from tidegate.settings.teacher import TeacherSettings
 
@@ -30,8 +33,11 @@ def check_engines(urls: Sequence[str]) -> None:
 
 def _check_engine(url: str) -> None:
     address = f"{url}/model_info"
+    # The variable stays, so that a cluster's processes get it.
+    key = os.environ.get(ENGINE_KEY, "").strip() or engine_key()
+    request = Request(address, headers=engine_headers(url, key))
     try:
-        with build_opener(ProxyHandler({})).open(address, timeout=ENGINE_S) as response:
+        with build_opener(ProxyHandler({})).open(request, timeout=ENGINE_S) as response:
             info = json.loads(response.read(1_000_000))
     except HTTPError as error:
         raise _no_engine(url, f"answers GET /model_info with {error.code} {error.reason}") from None

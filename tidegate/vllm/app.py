@@ -22,12 +22,17 @@ from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.process import VLLMOptions
 
 
-def serve(options: VLLMOptions, listen: Listen) -> None:
-    """Start vLLM and serve until a signal. Raises StartError, or EngineError if vLLM exits later."""
+def serve(options: VLLMOptions, listen: Listen, key: str | None = None) -> None:
+    """Start vLLM and serve until a signal, to callers with the key if there is one.
+
+    Raises StartError, or EngineError if vLLM exits later.
+    """
     sock = bind(listen)
     failures: list[TidegateError] = []
     try:
-        run_app(create_app(EngineAdapter(options), failures.append), sock, listen, keyless=True)
+        run_app(
+            create_app(EngineAdapter(options), failures.append), sock, listen, keyless=key is None, key=key
+        )
     finally:
         if failures:
             raise failures[0]  # instead of uvicorn's SystemExit

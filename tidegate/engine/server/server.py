@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
 
 
-def serve(options: EngineOptions, listen: Listen) -> None:
-    """Serves a model until the process is stopped.
+def serve(options: EngineOptions, listen: Listen, key: str | None = None) -> None:
+    """Serves a model until the process is stopped, to callers with the key if there is one.
 
     Raises StartError if it cannot start, EngineError if its scheduler failed.
     """
@@ -42,7 +42,7 @@ def serve(options: EngineOptions, listen: Listen) -> None:
         failed = True
         os.kill(os.getpid(), signal.SIGINT)  # uvicorn sends the pending replies, then exits
 
-    run_app(create_app(engine, on_failure=end), sock, listen, keyless=True)
+    run_app(create_app(engine, on_failure=end), sock, listen, keyless=key is None, key=key)
     if failed:
         raise EngineError(f"the engine's scheduler failed: {engine.scheduler.failure!r}")
 

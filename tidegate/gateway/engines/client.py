@@ -29,13 +29,14 @@ class ProbeTimeout(Exception):
 
 
 class EngineClient:
-    """HTTP client of all engines."""
+    """HTTP client of all engines, with their key."""
 
-    def __init__(self, connect_s: float, probe_timeout_s: float) -> None:
+    def __init__(self, connect_s: float, probe_timeout_s: float, key: str | None = None) -> None:
         # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
         self._http = Http1Client(connect_s, keepalive_s=3.0)
         self._connect_s = connect_s
         self._probe_timeout_s = probe_timeout_s
+        self._key = key
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -84,7 +85,7 @@ class EngineClient:
     async def _probe(self, url: str, path: str) -> Any:
         try:
             async with delay_tolerant_timeout(self._probe_timeout_s):
-                with await self._http.send(*_get(url, path)) as reply:
+                with await self._http.send(*_get(url, path, self._key)) as reply:
                     data = await reply.read()
         except TimeoutError:
             raise ProbeTimeout from None
@@ -98,7 +99,7 @@ class EngineClient:
             return data
 
     async def _post(self, url: str, path: str, body: bytes) -> Http1Reply:
-        origin, head = _post_head(url, path)
+        origin, head = _post_head(url, path, self._key)
         return await self._http.send(origin, b"%b%d\r\n\r\n%b" % (head, len(body), body))
 
     def abort(self, urls: tuple[str, ...], rid: str) -> None:
@@ -117,16 +118,24 @@ class EngineClient:
 
 
 @lru_cache(maxsize=4096)
-def _post_head(url: str, path: str) -> tuple[Origin, bytes]:
+def _post_head(url: str, path: str, key: str | None) -> tuple[Origin, bytes]:
     """Returns an engine's origin and the head of a request, up to the content length."""
-    origin, target, headers = parse_url(url + path)
+    origin, target, headers = _parse(url + path, key)
     line = b"POST %b HTTP/1.1\r\n" % target.encode()
     return origin, line + headers + b"content-type: application/json\r\ncontent-length: "
 
 
-def _get(url: str, path: str) -> tuple[Origin, bytes]:
-    origin, target, headers = parse_url(url + path)
+def _get(url: str, path: str, key: str | None) -> tuple[Origin, bytes]:
+    origin, target, headers = _parse(url + path, key)
     return origin, b"GET %b HTTP/1.1\r\n%b\r\n" % (target.encode(), headers)
+
+
+def _parse(address: str, key: str | None) -> tuple[Origin, str, bytes]:
+    """Returns origin, target and headers; a login in the address goes before the key."""
+    origin, target, headers = parse_url(address)
+    if key is not None and b"\r\nauthorization:" not in headers:
+        headers += b"authorization: Bearer %b\r\n" % key.encode()
+    return origin, target, headers
 
 
 def _load(url: str, data: bytes) -> Any:

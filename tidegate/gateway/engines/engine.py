@@ -37,6 +37,8 @@ class PoolOptions:
     """Largest number of calls that wait for a slot; further calls are refused."""
     shards: int = 1
     """Number of gateways that share the engines."""
+    key: str | None = field(default=None, repr=False)
+    """Key of the engines."""
 
 
 @dataclass(eq=False, slots=True)

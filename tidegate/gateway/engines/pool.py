@@ -48,7 +48,7 @@ class EnginePool:
     ) -> None:
         self._options = options or PoolOptions()
         self._on_failure = on_failure
-        self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s)
+        self._client = EngineClient(self._options.connect_s, self._options.probe_timeout_s, self._options.key)
         self._dispatch = Dispatcher(self._options.waiting_calls)
         self.trainer_managed = False
         """A trainer manages the engines: one added by another client waits until the trainer admits it."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.errors import StartError
+from tidegate.service.api_key import engine_key
 from tidegate.trainer.cluster.actors import RankActor, ServerActor
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
@@ -47,7 +48,7 @@ class RayProcesses:
 
     def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
         for index, name in enumerate(servers.engine_names(settings)):
-            build = partial(servers.engine_server, settings, name, index)
+            build = partial(servers.engine_server, settings, name, index, engine_key())
             engine = RemoteServer(
                 name,
                 self._actor(name, ServerActor, build, restarts=servers.MAX_RESTARTS),
@@ -80,7 +81,7 @@ class RayProcesses:
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> RemoteServer:
-        build = partial(servers.gateway_server, settings, keys, journal)
+        build = partial(servers.gateway_server, settings, {**keys, "engine_key": engine_key()}, journal)
         actor = self._actor("gateway", ServerActor, build, restarts=servers.MAX_RESTARTS)
         port = settings.gateway.port
         gateway = RemoteServer("gateway", actor, self._home, run_dir / "logs", port=port)

@@ -16,7 +16,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
-from tidegate.service.api_key import ENV_KEY, key_from_environment
+from tidegate.service.api_key import ENV_KEY, engine_key, key_from_environment
 from tidegate.service.process import run_together
 from tidegate.trainer.processes.agents import GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.provider import (
@@ -58,6 +58,7 @@ async def start_processes(
     """
 
     began = time.monotonic()
+    engine_key()  # before the agents' processes, which must not inherit it
     journal = run_dir / "gateway"
     keys = {"admin_key": admin_key(settings)}
     if settings.agent.source == "remote" and settings.gateway.url is None:

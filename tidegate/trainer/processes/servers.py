@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import AgentSettings, EngineSettings, Settings
+from tidegate.service.api_key import engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
@@ -83,13 +84,15 @@ def vllm_server(
     name: str,
     index: int,
     address: str = LOOPBACK,
+    key: str | None = None,
 ) -> Service:
-    """Create a server that runs `tidegate vllm` with the current weights."""
+    """Create a server that runs `tidegate vllm` with the current weights; calls need the key, if any."""
 
     def arguments() -> list[str]:
         return [*vllm_arguments(settings, current, index), "--host", address]
 
-    return Service("vllm", arguments, directory, name=name, ready_s=restart_s(settings))
+    secrets, ready_s = {} if key is None else {"key": key}, restart_s(settings)
+    return Service("vllm", arguments, directory, name=name, secrets=secrets, ready_s=ready_s)
 
 
 def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int) -> list[str]:
@@ -100,25 +103,35 @@ def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int
 
 
 def engine_server(
-    settings: Settings, name: str, index: int, directory: Path, host: str, port: int, current: CurrentWeights
+    settings: Settings,
+    name: str,
+    index: int,
+    key: str,
+    directory: Path,
+    host: str,
+    port: int,
+    current: CurrentWeights,
 ) -> Service:
-    """Create one of a run's engines; it listens on `host` and starts with the current weights."""
+    """Create one of a run's engines; it listens on `host` and starts with the current weights.
+
+    It serves callers with this key; SGLang, which takes a key only from its command line, serves all.
+    """
     engine = settings.engine
     if engine.kind == "sglang":
         return SGLangServer(engine, current, directory, name, index, host)
     if engine.kind == "vllm":
-        return vllm_server(engine, current, directory, name, index, host)
+        return vllm_server(engine, current, directory, name, index, host, key)
 
     def arguments() -> list[str]:
         return [*engine_arguments(settings, current), "--host", host]
 
-    return Service("engine", arguments, directory, name=name, port=port)
+    return Service("engine", arguments, directory, name=name, port=port, secrets={"key": key})
 
 
 def teacher_server(settings: Settings, name: str, model: Path, directory: Path) -> Service:
     """Create the engine of a teacher, an embedded engine with the settings of the run's own."""
     arguments = engine_arguments(settings, lambda: (model, 0))
-    return Service("engine", lambda: arguments, directory, name=name)
+    return Service("engine", lambda: arguments, directory, name=name, secrets={"key": engine_key()})
 
 
 def environment_server(
@@ -229,8 +242,8 @@ class LocalProcesses:
             snapshot = partial(snapshot_weights, current, run_dir / "weights", name)
             if settings.engine.kind == "embedded":
                 own = on_gpus(settings, gpus[index])
-                return engine_server(own, name, index, run_dir, self.host, 0, snapshot)
-            server = engine_server(settings, name, index, run_dir, self.host, 0, snapshot)
+                return engine_server(own, name, index, engine_key(), run_dir, self.host, 0, snapshot)
+            server = engine_server(settings, name, index, engine_key(), run_dir, self.host, 0, snapshot)
             if not chooses_gpus(settings.engine):
                 server.variables = only_visible(gpus[index], names)
             return server
@@ -251,7 +264,7 @@ class LocalProcesses:
         return environment_server(settings, key, run_dir, self.host, 0)
 
     def gateway(self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None) -> Service:
-        gateway = settings.gateway
+        gateway, keys = settings.gateway, {**keys, "engine_key": engine_key()}
         return gateway_server(settings, keys, journal, run_dir, gateway.host, gateway.port)
 
     def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[AgentProcess]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.client import ADMIN_KEY
+from tidegate.service.api_key import ENGINE_KEY, engine_key
 from tidegate.service.directory_lock import INHERITED, DirectoryLock
 from tidegate.service.process import OwnedProcess
 from tidegate.service.serve import write_atomically
@@ -43,7 +44,7 @@ class TrainerProcess(OwnedProcess):
         tie = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
         train = [sys.executable, "-P", "-m", "tidegate", "train", str(self._settings), "--resume", "auto"]
         fd = self._lock.fd
-        variables = {**os.environ, ADMIN_KEY: self._key, INHERITED: str(fd)}
+        variables = {**os.environ, ADMIN_KEY: self._key, ENGINE_KEY: engine_key(), INHERITED: str(fd)}
         await self._spawn([*tie, *train], env=variables, pass_fds=[fd])
         place = self._run_dir / "logs" / f"{self.name}.address"
         await asyncio.to_thread(write_atomically, place, json.dumps({"pid": self.pid}))

@@ -11,6 +11,8 @@ import aiohttp
 import orjson
 
 from tidegate.errors import EngineError, IncompatibleEngineError
+from tidegate.service.api_key import engine_key
+from tidegate.service.http_client import engine_headers
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
@@ -48,7 +50,7 @@ class EngineControl:
     async def _request(
         self, method: str, path: str, data: bytes | None, kind: str, size: int
     ) -> dict[str, Any]:
-        headers = {"Content-Type": kind}
+        headers = {"Content-Type": kind, **engine_headers(self.url, engine_key())}
         timeout = aiohttp.ClientTimeout(total=CALL_S + transfer_s(size))
         try:
             async with self._http.request(

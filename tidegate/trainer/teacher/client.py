@@ -14,7 +14,8 @@ import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.service.http_client import HttpClient, error_in
+from tidegate.service.api_key import engine_key
+from tidegate.service.http_client import HttpClient, engine_headers, error_in
 from tidegate.types import Logprobs
 
 REFUSALS = (400, 404, 413, 422)
@@ -68,8 +69,11 @@ class ScoreClient(HttpClient):
 
     async def _call(self, method: str, address: str, data: bytes | None = None) -> Any:
         timeout = aiohttp.ClientTimeout(total=self._deadline_s)
+        headers = engine_headers(address, engine_key())
         try:
-            async with self.http.request(method, address, data=data, timeout=timeout) as response:
+            async with self.http.request(
+                method, address, data=data, headers=headers, timeout=timeout
+            ) as response:
                 status, content = response.status, await response.read()
         except TimeoutError:
             why = f"{address} did not answer within {self._deadline_s:g} s"

@@ -91,7 +91,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     context = ActorContext(
         "a", SharedDirProbe.create(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"}
     )
-    actor = ServerActor(context, partial(engine_server, settings, "engine-2", 1))
+    actor = ServerActor(context, partial(engine_server, settings, "engine-2", 1, "key"))
 
     async def started(version: int) -> tuple[str, int]:
         url = await actor.start(StartCommand(0, tmp_path / f"v{version}", version))
