@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import pwd
+import re
+import shutil
 import signal
 import stat
 import sys
@@ -26,6 +29,12 @@ MAX_RESULT = 8_000_000
 """Most bytes of RESULT_FILE: those of the longest output in JSON."""
 STDERR_SHOWN = 1_000
 """Last characters of stderr in an error."""
+INTERPRETER = re.compile(
+    r"(python|pypy|ruby|perl|php|lua|Rscript|julia|(ba|da|z|k)?sh|node|nodejs|deno|bun|npx|tsx|ts-node|uv)[\d.]*"
+)
+SCRIPT = re.compile(r".+\.([cm]?[jt]sx?|pyc?|rb|pl|php|lua|[rR]|jl|(ba|z|k)?sh)")
+CODE = re.compile(r"-\w*[cemp]|--(eval|print)")
+"""Options of interpreters after which no script is named: program text, or a module."""
 
 
 class CommandAgent(Agent):
@@ -53,8 +62,8 @@ class CommandAgent(Agent):
         limits: Limits of the sandbox, as the fields of `SandboxLimits`.
 
     Raises:
-        ConfigError: The command is not a list of words, the user does not exist or cannot be assumed, or the
-            sandbox's options are invalid.
+        ConfigError: The command is not a list of words, its program or script does not exist, the user does
+            not exist or cannot be assumed, or the sandbox's options are invalid.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class CommandAgent(Agent):
             for word in command
         ]
         self.env = dict(env or {})
+        _check_files(self.command, self.env.get("PATH", os.environ.get("PATH")))
         self.user = None if user is None else _user(user)
         self.sandbox = None if sandbox is None else ProgramSandbox(sandbox, self.command, read_only, limits)
         if sandbox is None and (read_only or limits):
@@ -165,6 +175,24 @@ class CommandAgent(Agent):
         if self.user is not None:
             os.chown(file, self.user.pw_uid, self.user.pw_gid)
         return file
+
+
+def _check_files(command: Sequence[str], path: str | None) -> None:
+    """Raises ConfigError if the program, or the script that an interpreter is to run, does not exist."""
+    program, *arguments = command
+    if shutil.which(program, path=path) is None:
+        where = f"at {os.path.abspath(program)}" if "/" in program else f"in PATH ({path})"
+        raise ConfigError(f"agent.options.command: there is no program {program!r}: looked for it {where}")
+    if INTERPRETER.fullmatch(os.path.basename(program)) is None:
+        return
+    for word in itertools.takewhile(lambda word: CODE.fullmatch(word) is None, arguments):
+        if SCRIPT.fullmatch(word) and not word.startswith("-"):
+            if not os.path.exists(word):
+                raise ConfigError(
+                    f"agent.options.command: the script {word!r} does not exist: there is no "
+                    f"{os.path.abspath(word)}; give its path, absolute or from the directory of the start"
+                )
+            return
 
 
 def _user(user: str | int) -> pwd.struct_passwd:

@@ -13,6 +13,7 @@ import pytest
 
 from tidegate.agents.base import Result, Session
 from tidegate.agents.command import MAX_STDOUT, CommandAgent, _Program
+from tidegate.errors import ConfigError
 from tidegate.types import TaskView
 
 TASK = TaskView(
@@ -80,16 +81,40 @@ async def test_a_bad_status_is_an_error_with_its_last_words() -> None:
         await python("import sys; print('out of luck', file=sys.stderr); sys.exit(3)").run(TASK, session())
 
 
-async def test_a_program_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(FileNotFoundError, match="no-such-program"):
-        await CommandAgent(["no-such-program"]).run(TASK, session())
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["no-such-program"], "there is no program 'no-such-program': looked for it in PATH (/"),
+        (["./no-such"], "there is no program './no-such': looked for it at {here}/no-such"),
+        (["sh", "agent.sh"], "the script 'agent.sh' does not exist: there is no {here}/agent.sh"),
+        ([sys.executable, "-u", "sub/agent.py", "--out", "x.py"], "there is no {here}/sub/agent.py"),
+        (["env", "out.py"], None),
+        (["sh", "-ec", "cat new.py"], None),
+        (["sh", "-c", "new.py"], None),
+        ([sys.executable, "-m", "json.tool", "new.py"], None),
+        ([sys.executable, "there.py", "new.py"], None),
+        (["sh", "there.sh"], None),
+    ],
+)
+def test_a_program_or_script_that_does_not_exist_is_refused_with_the_path(
+    command: list[str], missing: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("there.py", "there.sh"):
+        (tmp_path / name).touch()
+    if missing is None:
+        CommandAgent(command)
+        return
+    with pytest.raises(ConfigError) as raised:
+        CommandAgent(command)
+    assert missing.format(here=tmp_path) in str(raised.value)
 
 
 def test_the_program_and_explicit_paths_are_of_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.js").touch()
+    (tmp_path / "agent.js").touch(0o755)
     agent = CommandAgent(["agent.js", "agent.js", "./agent.js", "./missing", "-c"])
     path = str(tmp_path / "agent.js")
     assert agent.command == [path, path, path, "./missing", "-c"]
