@@ -90,6 +90,8 @@ class World:
     states: dict[str, str] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)
     published: list[int] = field(default_factory=list)
+    began: dict[int, int] = field(default_factory=dict)
+    """Position of the marker from which a start began with a version."""
     step: int = 0
     crashes: int = 0
     newest: dict[str, int] = field(default_factory=dict)
@@ -151,6 +153,7 @@ class World:
         elif one["event"] == "put_back":
             self._put_back(one["id"])
         elif one["event"] == "started":
+            self.began[one["version"]] = one["position"] or 0
             self.published.append(one["version"])
             self.paused = False
         elif one["event"] == "lifted":
@@ -468,7 +471,9 @@ class World:
     def _resume(self, sealed: set[str]) -> None:
         past = self._past()
         marker = self.marker
-        self.lost_versions |= set(self.published[marker.published if marker else 1 :])
+        position = marker.position if marker else 0
+        later = self.published[marker.published if marker else 1 :]
+        self.lost_versions |= {version for version in later if self.began.get(version) != position}
         checkpoint = marker.checkpoint() if marker else None
         start = Start(Path(), marker.step if marker else 0, past.highest_version + 1, past, checkpoint)
         past.discard_after(start.position)

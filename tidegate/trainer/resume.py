@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.client import GatewayClient, GroupRow
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskTicket
@@ -28,11 +28,49 @@ class ResumedRun:
     stale: list[str] = field(default_factory=list)
     """Groups that are too old now, or have tokens of abandoned versions."""
     cancelled: list[str] = field(default_factory=list)
+    waiting: list[GroupRow] = field(default_factory=list)
+    """Clients' groups and conversations at the gateway that no trainer has seen yet."""
 
     @property
     def continued(self) -> int:
         """Number of groups that continue."""
         return len(self.admission.groups)
+
+    def lost_feedback(self, step: int, checkpoint_every: int) -> str | None:
+        """Return how many of the clients' groups that wait cannot be trained on, why, and what to set.
+
+        None if all can.
+
+        Args:
+            step: Step from which the run continues.
+            checkpoint_every: The setting.
+        """
+        versions, rules = self.admission.versions, self.admission.rules
+        sampled = [row for row in self.waiting if row.oldest_version is not None]
+        fresh = [row for row in sampled if versions.admissible(row.oldest_version, row.newest_version)]
+        old = sum(versions.exceeds_bound(versions.live, row.oldest_version) for row in sampled)
+        discarded = len(sampled) - len(fresh) - old
+        taken = rules.groups_per_batch * rules.publish_interval
+        late = sum(
+            versions.exceeds_bound(versions.live + number // taken, row.oldest_version)
+            for number, row in enumerate(fresh)
+            if rules.publishes
+        )
+        bound = f"trainer.max_staleness = {rules.max_staleness}"
+        parts = [
+            f"{discarded} have tokens of versions after step {step}, from which the trainer continues "
+            f"(trainer.checkpoint_every = {checkpoint_every}: a killed trainer loses at most so many steps)",
+            f"{old} are older than the staleness bound ({bound})",
+            f"about {late} will exceed the bound before a batch takes them ({bound}, and "
+            f"trainer.groups_per_batch = {rules.groups_per_batch})",
+        ]
+        lost = [part for part, number in zip(parts, (discarded, old, late), strict=True) if number]
+        if not lost:
+            return None
+        return (
+            f"warning: {discarded + old + late} of {len(self.waiting)} conversations and groups of clients "
+            f"that wait are not trained on, and their feedback has no effect: {'; '.join(lost)}"
+        )
 
 
 async def take_over(
@@ -59,7 +97,8 @@ async def take_over(
         continues = group.id in admitted and admitted[group.id].phase is Phase.READY
         if group.id in start.past.groups and not continues:
             await gateway.drop_group(group.id, epoch, "the run was killed while it had the group")
-    return resumed
+    waiting = [row for row in groups if row.id not in start.past.groups and row.id not in erased]
+    return replace(resumed, waiting=[row for row in waiting if row.outcome is None])
 
 
 def restore_admission(

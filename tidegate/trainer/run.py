@@ -193,6 +193,10 @@ class Run:
             f"{resumed.continued} continue, {len(resumed.stale)} are stale, "
             f"{len(resumed.cancelled)} are cancelled"
         )
+        every = self.settings.trainer.checkpoint_every
+        by_clients = self.settings.agent.source == "client"
+        if by_clients and (lost := resumed.lost_feedback(self.start.step, every)) is not None:
+            self.observer.note(lost)
         kept = resumed.admission.quarantined - await asyncio.to_thread(requested_lifts, self.dir)
         if kept:
             self.observer.note(_still_quarantined(kept, self.settings.run_dir))

@@ -73,7 +73,8 @@ class LedgerCheck:
         self.replaced: dict[str, str] = {}
         self.last_version = -1
         self.candidates: set[int] = set()
-        self.versions: list[tuple[int, int]] = []
+        self.versions: list[tuple[int, int, int | None]] = []
+        """`seq` of a version's entry, the version, and the position of the marker with its weights, if known."""
         self.abandoned: dict[int, int] = {}
         """Version → `seq` of the entry since which its tokens may not be trained on."""
         self.erased: set[str] = set()
@@ -126,7 +127,7 @@ class LedgerCheck:
             if line["version"] <= self.last_version:
                 self.report(f"version {line['version']} was published after {self.last_version}")
             self.last_version = line["version"]
-            self.versions.append((line["seq"], line["version"]))
+            self.versions.append((line["seq"], line["version"], None))
             self.audit.versions += not line.get("candidate")
             if line.get("candidate"):
                 self.candidates.add(line["version"])
@@ -157,14 +158,17 @@ class LedgerCheck:
             )
 
     def _resume(self, line: LedgerEntry) -> None:
-        """Steps taken and versions published after the checkpoint that a run resumes from are abandoned."""
+        """Steps taken and versions published after the checkpoint that a run resumes from are abandoned.
+
+        The first version of an earlier start from the same checkpoint is not: it has the same weights.
+        """
         position = line.get("position") or 0
         self.starts.append(position)
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.discarded |= item.stepped and item.seq >= position
-        late = [version for seq, version in self.versions if seq >= max(1, position)]
+        late = [version for seq, version, of in self.versions if seq >= max(1, position) and of != position]
         self._abandon(late, line["seq"])
-        self.versions.append((line["seq"], line["version"]))
+        self.versions.append((line["seq"], line["version"], position))
 
     def _abandon(self, versions: Iterable[int], seq: int) -> None:
         for version in versions:

@@ -143,12 +143,17 @@ class LedgerState:
     def discard_after(self, position: int) -> None:
         """Discard steps and abandon versions after `position`, that of the marker that a run resumes from.
 
-        The run's first version, in the first entry, stays valid even without a marker.
+        The run's first version, in the first entry, stays valid even without a marker, and so does the first
+        version of each start from this marker, whose weights are the marker's.
         """
         for item in [*self.groups.values(), *self.attempts.values()]:
             item.after_marker |= item.ended_at >= position
             item.discarded |= item.state is State.STEPPED and item.ended_at >= position
-        self.abandoned |= {line["version"] for line in self.publishes if line["seq"] >= max(1, position)}
+        self.abandoned |= {
+            line["version"]
+            for line in self.publishes
+            if line["seq"] >= max(1, position) and not has_weights_of_marker(line, position)
+        }
         self.roll_backs = [line for line in self.roll_backs if line["seq"] < position]
 
     def members(self, group: str) -> dict[str, LedgerItem]:
@@ -194,6 +199,11 @@ class LedgerState:
     def counts(self, items: Mapping[str, LedgerItem], committed: float = math.inf) -> Counter[State]:
         """Count items by their final state, if the newest marker is at the position `committed`."""
         return Counter(item.final(committed) for item in items.values())
+
+
+def has_weights_of_marker(line: LedgerEntry, position: int) -> bool:
+    """Whether the version of an entry has the weights of the marker at `position`: a start from the marker."""
+    return line["event"] == "started" and (line.get("position") or 0) == position
 
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:

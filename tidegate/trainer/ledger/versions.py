@@ -32,6 +32,8 @@ class VersionRecord:
     episodes: int | None = None
     live_episodes: int | None = None
     seq: int = 0
+    marker: int | None = None
+    """Ledger position of the checkpoint whose weights it has: that of a start."""
 
 
 def version_records(lines: Iterable[LedgerEntry]) -> list[VersionRecord]:
@@ -47,7 +49,8 @@ def _apply(records: dict[int, VersionRecord], line: LedgerEntry) -> None:
     event = line["event"]
     if event == "started":
         for record in records.values():
-            if record.seq >= max(1, line.get("position") or 0):
+            position = line.get("position") or 0
+            if record.seq >= max(1, position) and record.marker != position:
                 record.state = "abandoned"
     if event in ("started", "ended"):
         for record in records.values():
@@ -58,8 +61,9 @@ def _apply(records: dict[int, VersionRecord], line: LedgerEntry) -> None:
             _supersede(records)
         state = "in test" if tested else "live"
         records[line["version"]] = VersionRecord(
-            line["version"], line["step"], line["time"], state, seq=line["seq"]
-        )
+            line["version"], line["step"], line["time"], state, seq=line["seq"],
+            marker=(line.get("position") or 0) if event == "started" else None,
+        )  # fmt: skip
     elif event == "promoted":
         _supersede(records)
         _decide(records[line["version"]], "live", line)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, LedgerError
+from tidegate.gateway.client import GroupRow
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import BatchSelection, Phase, TaskTicket
@@ -256,6 +256,7 @@ class Gateway:
     dropped: list[str] = field(default_factory=list)
     acked: list[str] = field(default_factory=list)
     erased: list[str] = field(default_factory=list)
+    clients: list[GroupRow] = field(default_factory=list)
 
     async def erased_groups(self) -> list[str]:
         return self.erased
@@ -264,7 +265,8 @@ class Gateway:
         self.epochs.append(epoch)
 
     async def list_groups(self) -> list[Any]:
-        return [SimpleNamespace(id=name, state=state) for name, state in self.rows.items()]
+        rows = [GroupRow(name, state, None, []) for name, state in self.rows.items()]
+        return [*rows, *self.clients]
 
     async def drop_group(self, name: str, epoch: int, why: str) -> list[Trajectory]:
         assert epoch == self.epochs[-1]
@@ -317,6 +319,36 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     await batches.end_trained(batch, 2)
     assert gateway.acked == ["lease-c"], "`b` has no lease any more"
     assert opened.admission.group_counts["stepped"] == 2
+
+
+async def test_a_start_tells_how_much_feedback_of_the_downtime_is_lost_and_why(tmp_path: Path) -> None:
+    """The checkpoint is of version 5; the trainer had published 6 and 7, and goes on as version 8."""
+    first = [started(1), *(published(version) for version in range(1, 6))]
+    entries = [*first, published(6), published(7)]
+    versions = {"old": [1, 4], "kept": [5] * 5, "discarded": [6, 7, 7]}
+    rows = [
+        GroupRow(f"{name}-{number}", "ready", version, [], newest_version=version)
+        for name, found in versions.items()
+        for number, version in enumerate(found)
+    ]
+    open_one = GroupRow("open", "live", 7, [], client="me")
+    unrewarded = GroupRow("unrewarded", "live", 7, [], client="me", outcome="unrewarded")
+    gateway = Gateway({}, clients=[*rows, open_one, unrewarded], erased=["discarded-0"])
+    resumed = await take_over(
+        start_of(entries, len(first), 0), cast(Any, gateway), TrajectoryFiles(tmp_path), [].append, RULES
+    )
+    told = resumed.lost_feedback(5, 25)
+    assert told is not None
+    assert "8 of 10 conversations and groups of clients that wait are not trained on" in told
+    assert "3 have tokens of versions after step 5" in told
+    assert "trainer.checkpoint_every = 25" in told
+    assert "2 are older than the staleness bound (trainer.max_staleness = 3)" in told
+    assert "about 3 will exceed the bound before a batch takes them" in told, "a batch takes two"
+    gateway.clients = [row for row in rows if row.id in ("kept-0", "kept-1")]
+    resumed = await take_over(
+        start_of(entries, len(first), 0), cast(Any, gateway), TrajectoryFiles(tmp_path), [].append, RULES
+    )
+    assert (len(resumed.waiting), resumed.lost_feedback(5, 25)) == (2, None)
 
 
 @pytest.mark.parametrize("known", ["ledger", "gateway"])

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from tidegate.config import ModelSettings, Settings
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.ledger.audit_check import LedgerCheck
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.trainer.ledger.state import read_ledger_state
@@ -66,6 +68,29 @@ def test_a_roll_back_by_hand_gives_up_every_version_after_its_target(recorded: A
     assert not admission.versions.admissible(1, 2)
     assert not admission.versions.admissible(2, 4)
     assert admission.versions.admissible(4, 4)
+
+
+def test_the_first_version_of_an_earlier_start_from_the_same_checkpoint_is_not_abandoned(
+    recorded: Any,
+) -> None:
+    """It has the weights with which the run continues, and feedback of a downtime is of its tokens."""
+    path, record, admission = recorded
+    admission.versions.reserve(1)
+    position = len(path.read_text().splitlines())
+    check = LedgerCheck(Settings(model=ModelSettings(path=path)))
+    for epoch, first in ((2, 2), (3, 4)):
+        record(entry("run", "started", epoch=epoch, step=1, version=first, position=position))
+        record(entry("run", "publishing", version=first + 1, step=2))
+    past = read_ledger_state(path)
+    past.discard_after(position)
+    record(entry("run", "started", epoch=4, step=1, version=6, position=position))
+    for line in read_ledger(path):
+        check.read(line)
+    assert past.abandoned == set(check.abandoned) == read_ledger_state(path).abandoned == {3, 5}
+    by_state = states(path)
+    assert [version for version in by_state if by_state[version] == "abandoned"] == [3, 5]
+    past.discard_after(0)
+    assert past.abandoned == {1, 2, 3, 4, 5}, "a start from the base model has other weights"
 
 
 def test_a_resume_from_before_a_promotion_abandons_it(recorded: Any) -> None:
