@@ -74,7 +74,7 @@ class LedgerCheck:
         self.last_version = -1
         self.candidates: set[int] = set()
         self.versions: list[tuple[int, int, int | None]] = []
-        """`seq` of a version's entry, the version, and the position of the marker with its weights, if known."""
+        """`seq` of a version's entry, the version, and the position of the marker with its weights."""
         self.abandoned: dict[int, int] = {}
         """Version → `seq` of the entry since which its tokens may not be trained on."""
         self.erased: set[str] = set()

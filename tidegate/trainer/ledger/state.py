@@ -202,7 +202,7 @@ class LedgerState:
 
 
 def has_weights_of_marker(line: LedgerEntry, position: int) -> bool:
-    """Whether the version of an entry has the weights of the marker at `position`: a start from the marker."""
+    """Whether the version of an entry has the weights of the marker at `position`: of a start from there."""
     return line["event"] == "started" and (line.get("position") or 0) == position
 
 
