@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.waiting import eventually
 from tidegate.config import EngineSettings
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import parse_generate
@@ -19,6 +22,7 @@ from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.trainer.processes.servers import vllm_arguments
 from tidegate.vllm import model
+from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_prompt, take_usage
@@ -285,3 +289,78 @@ def test_logprobs_of_the_prompt_are_not_streamed() -> None:
     generation.stream = True
     with pytest.raises(RequestError, match="logprob_start_len: vLLM streams no logprobs"):
         refuse_unsupported(generation)
+
+
+class Refusing:
+    """vLLM's rule since 0.33: while it is paused, it answers new requests with 503."""
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.refused = 0
+        self.lets_in = asyncio.Event()
+        """Requests reach the server only then; a pause may come first."""
+        self.lets_in.set()
+
+    async def generate(self, body: Any) -> dict[str, Any]:
+        await self.lets_in.wait()
+        if self.paused:
+            self.refused += 1
+            raise EngineError("vLLM returned HTTP 503: generation is paused", retryable=True)
+        tokens = {"content": [{"token_id": 5, "logprob": -0.5}]}
+        choice = {"token_ids": [5], "finish_reason": "length", "logprobs": tokens}
+        return {"choices": [choice], "usage": {}}
+
+    async def stream(self, body: Any) -> AsyncGenerator[dict[str, Any]]:
+        yield await self.generate(body)
+
+    async def pause(self, mode: str) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> EngineAdapter:
+    (tmp_path / "config.json").write_text('{"vocab_size": 100}')
+    made = EngineAdapter(VLLMOptions(Path("python"), save(tmp_path, a=(1,))))
+    made.upstream, made.limits = Refusing(), LIMITS  # type: ignore[assignment]
+    return made
+
+
+async def reply_of(adapter: EngineAdapter, stream: bool) -> list[int]:
+    generation = parse_generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}, LIMITS)
+    if not stream:
+        return (await adapter.sample(generation))["output_ids"]  # type: ignore[no-any-return]
+    return [reply async for reply in adapter.stream(generation)][-1]["output_ids"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("on_its_way", [False, True], ids=["", "sent before the pause"])
+async def test_a_request_to_a_paused_server_waits_until_it_resumes(
+    adapter: EngineAdapter, stream: bool, on_its_way: bool
+) -> None:
+    """It is no failure of the engine, as the 503 of a newer vLLM would be."""
+    server: Any = adapter.upstream
+    if on_its_way:
+        server.lets_in.clear()
+    else:
+        await adapter.pause("retract")
+    asking = asyncio.create_task(reply_of(adapter, stream))
+    await eventually(lambda: bool(adapter._running))
+    if on_its_way:
+        await adapter.pause("retract")
+        server.lets_in.set()
+        await eventually(lambda: server.refused == 1)
+    assert not asking.done()
+    await adapter.resume()
+    async with asyncio.timeout(5):
+        assert await asking == [5]
+    assert server.refused == on_its_way
+
+
+async def test_a_server_that_fails_without_a_pause_is_reported(adapter: EngineAdapter) -> None:
+    server: Any = adapter.upstream
+    server.paused = True
+    with pytest.raises(EngineError, match="HTTP 503"):
+        await reply_of(adapter, stream=False)

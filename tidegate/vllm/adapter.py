@@ -11,9 +11,10 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -54,6 +55,10 @@ class EngineAdapter:
         self.version = LOADING
         """The weight version that vLLM reported last."""
         self._served = manifest(options.model)
+        self._open = asyncio.Event()
+        """Set unless vLLM is paused: it may answer new requests with 503 then."""
+        self._open.set()
+        self._pauses = 0
         self._running: dict[str, str] = {}
         """Running requests: the client's id by the id at vLLM."""
         self._names = itertools.count()
@@ -91,7 +96,9 @@ class EngineAdapter:
     async def sample(self, generation: Generation) -> dict[str, Any]:
         """Return the complete reply. Cancelling aborts the request."""
         with self._named(generation) as name:
-            reply = await self.upstream.generate(request_body(generation, name))
+            replies = self._when_open(partial(self._whole_reply, request_body(generation, name)))
+            async with contextlib.aclosing(replies):
+                reply = await anext(replies)
         take_prompt(generation, reply.get("prompt_logprobs"))
         take(generation, reply["choices"][0])
         take_usage(generation, reply.get("usage"))
@@ -100,7 +107,8 @@ class EngineAdapter:
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
         """Yield cumulative replies. Closing the generator aborts the request."""
         with self._named(generation) as name:
-            async with contextlib.aclosing(self.upstream.stream(request_body(generation, name))) as pieces:
+            body = request_body(generation, name)
+            async with contextlib.aclosing(self._when_open(partial(self.upstream.stream, body))) as pieces:
                 async for piece in pieces:
                     take_usage(generation, piece.get("usage"))
                     for choice in piece["choices"]:
@@ -110,6 +118,26 @@ class EngineAdapter:
         if not generation.ended:
             raise EngineError("vLLM's stream ended before the reply was complete", retryable=True)
         yield answer(generation, self.version)
+
+    async def _when_open(
+        self, call: Callable[[], AsyncGenerator[dict[str, Any]]]
+    ) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the pieces of a reply. A request that a pause meets before its first piece is sent again."""
+        while True:
+            await self._open.wait()
+            pauses, begun = self._pauses, False
+            try:
+                async with contextlib.aclosing(call()) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+                return
+            except EngineError:
+                if begun or pauses == self._pauses:
+                    raise
+
+    async def _whole_reply(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        yield await self.upstream.generate(body)
 
     @contextlib.contextmanager
     def _named(self, generation: Generation) -> Iterator[str]:
@@ -130,12 +158,22 @@ class EngineAdapter:
 
     async def pause(self, mode: str) -> None:
         """Abort running requests, returning their tokens so far; new ones wait until `resume`."""
-        await self.upstream.pause("abort")
+        await self._pause("abort")
         self.paused = True
 
     async def resume(self) -> None:
         await self.upstream.resume()
         self.paused = False
+        self._open.set()
+
+    async def _pause(self, mode: Literal["abort", "wait"]) -> None:
+        self._open.clear()
+        self._pauses += 1
+        try:
+            await self.upstream.pause(mode)
+        except EngineError:
+            self._open.set()
+            raise
 
     async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
         """Load weights. Unless paused, running requests end first (with `abort_all`: at once).
@@ -157,7 +195,7 @@ class EngineAdapter:
             label = update.version or self.version
             paused = self.paused
             if not paused:
-                await self.upstream.pause("abort" if update.abort_all else "wait")
+                await self._pause("abort" if update.abort_all else "wait")
             try:
                 await self._label(LOADING)
                 await self.upstream.reload(directory)
@@ -168,7 +206,7 @@ class EngineAdapter:
                 await self._label(label)
             finally:
                 if not paused:
-                    await self.upstream.resume()
+                    await self.resume()
         return {"weight_version": label}
 
     async def relabel(self, version: str) -> None:
