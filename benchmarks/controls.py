@@ -4,7 +4,7 @@ Short runs of a demo: with learning rate 0, three with the rewards shuffled with
 another seed. Training on noise moves a policy somewhere, so a single run of it may rise or fall; the mean
 over three seeds is checked. The plain model also recomputes the recorded logprobs.
 
-    python benchmarks/controls.py [--demo search|service|shell] [--json] [--steps 80] [--shuffles 3]
+    python benchmarks/controls.py [--demo search|service|shell|words] [--json] [--steps 80] [--shuffles 3]
                                   [--keep DIR]
 """
 
@@ -40,12 +40,13 @@ GOALS = {
     "search": [("after", 0.80), ("after_greedy", 0.90)],
     "service": [("after", 0.80)],
     "shell": [("after", 0.85)],
+    "words": [("after", 0.90), ("unseen_wordings", 0.85)],
 }
 """Demo → minimum reward of its seeded run."""
 CONFIGS = {"calculator": "demo/config.toml", "service": "service/config.toml", "shell": "shell/config.toml"}
 """Settings files of the demos that need no service beside the run."""
-CONTROL_STEPS = {"calculator": 100, "search": 25, "service": 25, "shell": 25}
-"""Steps of the controls: 300 to 400 groups."""
+CONTROL_STEPS = {"calculator": 100, "search": 25, "service": 25, "shell": 25, "words": 24}
+"""Steps of the controls: 300 to 400 groups, and 100 of 16 episodes of `words`."""
 
 
 @contextlib.contextmanager
@@ -53,6 +54,14 @@ def demo(name: str, directory: Path) -> Iterator[tuple[Path, list[str]]]:
     """Settings file of a demo, and overrides for the services that run inside the block."""
     if name in CONFIGS:
         yield EXAMPLES / CONFIGS[name], []
+        return
+    if name == "words":
+        sys.path.append(str(EXAMPLES / "words"))  # fetches and warms up the model as `make demo` does
+        from demo import CONFIG, prepare, run
+
+        prepare(load_settings(CONFIG, []))
+        run([sys.executable, "-m", "tidegate", "sft", str(CONFIG), f"--run.dir={directory}"])
+        yield CONFIG, [f"--model.path={directory / 'words-sft' / 'model'}"]
         return
     sys.path.append(str(EXAMPLES / "demo_search"))  # starts the server as `make demo-search` does
     from demo import CONFIG, retrieval_overrides, serve_worlds

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from tidegate.config import load_settings
+from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
 from tidegate.errors import StartError, TidegateError
 
@@ -61,11 +61,15 @@ def run(command: list[str]) -> None:
         raise StartError(f"this command failed: {' '.join(command)}")
 
 
+def prepare(settings: Settings) -> None:
+    """Fetches the model and writes the chats of its warm-up. Raises StartError."""
+    fetch(settings.model.path)
+    write_chats(settings.sft.chats[0], settings.env.options)
+
+
 def main(overrides: Sequence[str]) -> int:
     try:
-        settings = load_settings(CONFIG, overrides)
-        fetch(settings.model.path)
-        write_chats(settings.sft.chats[0], settings.env.options)
+        prepare(load_settings(CONFIG, overrides))
         print("Warming up, then training; the lines below predict how long it takes ...", flush=True)
         command = ["sft", str(CONFIG), "--fresh", "--then", "train", *overrides]
         return subprocess.run([sys.executable, "-m", "tidegate", *command], check=False).returncode
