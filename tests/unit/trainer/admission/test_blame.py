@@ -132,6 +132,14 @@ def test_a_probe_that_a_service_delays_does_not_end_the_outage(outcome: Outcome)
     assert core.outage.why is None
 
 
+def test_a_probe_that_slow_engines_delay_ends_the_outage() -> None:
+    core, _, group = make()
+    suspect(core)
+    probe = core.start_attempt(group, 0)
+    assert core.end_attempt(probe, Outcome.TIMEOUT, slow=True) is AttemptDecision.RETRY
+    assert core.outage.why is None
+
+
 def test_a_probe_is_none_any_more_when_engines_are_lost() -> None:
     core, _, group = make()
     suspect(core)
