@@ -132,6 +132,22 @@ def test_a_probe_that_a_service_delays_does_not_end_the_outage(outcome: Outcome)
     assert core.outage.why is None
 
 
+def test_a_timeout_of_slow_engines_is_not_charged_to_the_task() -> None:
+    core, book, group = make()
+    attempt = core.start_attempt(group, 0)
+    assert core.end_attempt(attempt, Outcome.TIMEOUT, slow=True) is AttemptDecision.RETRY
+    assert book[-1].get("slow")
+    assert core.quarantined == set()
+
+
+def test_no_group_starts_beyond_what_slow_engines_serve() -> None:
+    core, _, _ = make()
+    core.pace.limit = 3
+    assert "tokens/s" in (core.blocked_by() or "")
+    core.pace.limit = 4
+    assert core.blocked_by() is None
+
+
 def test_a_probe_that_slow_engines_delay_ends_the_outage() -> None:
     core, _, group = make()
     suspect(core)
