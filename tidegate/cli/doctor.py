@@ -42,15 +42,16 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     shield_process()
     folder = Path(tempfile.mkdtemp(prefix="tidegate-doctor-"))
     tell = (lambda _: None) if arguments.json else _print
-    faulty = True
+    kept = False
     try:
         examination = Examination(settings, folder, tell, max(1, arguments.episodes))
         findings = asyncio.run(examination.run())
         faulty = failed(findings)
+        kept = faulty and (folder / "logs").is_dir()
     finally:
-        if not faulty or not (folder / "logs").is_dir():
+        if not kept:
             shutil.rmtree(folder, ignore_errors=True)
-    logs = str(folder / "logs") if faulty and (folder / "logs").is_dir() else None
+    logs = str(folder / "logs") if kept else None
     if arguments.json:
         wire = [finding.to_wire() for finding in findings]
         print(json.dumps({"ok": not faulty, "logs": logs, "findings": wire}))

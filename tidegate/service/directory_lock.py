@@ -155,6 +155,15 @@ def refuse_if_in_use(path: Path) -> None:
             os.close(fd)
 
 
+def in_use(directory: Path) -> bool:
+    """Whether a process holds the lock of the directory or of one above it."""
+    try:
+        refuse_if_in_use(directory)
+    except StartError:
+        return True
+    return False
+
+
 def _description(command: str) -> dict[str, Any]:
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return {"command": command, "pid": os.getpid(), "host": socket.gethostname(), "since": since}

@@ -43,6 +43,12 @@ def mappings(value: object) -> list[Mapping[str, Any]]:
     return [part for part in as_list(value) if isinstance(part, Mapping)]
 
 
+def plain(value: object) -> str:
+    """Formats a whole number that is a name, such as a version, without separators."""
+    found = known(value)
+    return "–" if found is None else f"{found:.0f}"
+
+
 def number(value: object, digits: int = 3, missing: str = "–") -> str:
     """Formats a number with `digits` decimals and separated thousands.
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES, Observer
 from tidegate.viewer.console import SafeConsole, Terminal
-from tidegate.viewer.formatting import duration, known, number, printable, smoothed, sparkline
+from tidegate.viewer.formatting import duration, known, number, plain, printable, smoothed, sparkline
 from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
@@ -220,7 +220,7 @@ def _staleness(state: LiveState, spark: int) -> Text:
 def _sampling(state: LiveState) -> Text:
     line = Text.assemble((f"{number(state.tokens_per_s(), 0)}", "bold"), (" tokens/s", ""))
     version = state.now.get("version", state.last.get("version"))
-    line.append(f"  version {number(version, 0)}", "dim")
+    line.append(f"  version {plain(version)}", "dim")
     shape = {"turns/mean": "turns", "tool_calls/mean": "tool calls", "length/mean": "tokens"}
     cells = [
         f"{number(state.last[key], 0 if key == 'length/mean' else 1)} {name}"

@@ -1,4 +1,5 @@
-// Draws charts from their data at the width that they have, and shows the values under the pointer.
+// Draws charts from their data at the width that they have, and shows the values under the pointer or at the place
+// that the arrow keys choose.
 // Without this script, in print for example, the drawing of the server stands.
 (() => {
   const NAMESPACE = "http://www.w3.org/2000/svg";
@@ -102,11 +103,13 @@
 
   function drawn(figure, spec, width) {
     const frame = layout(spec, width);
-    const svg = shape("svg", { viewBox: `0 0 ${width} ${frame.height}`, width, height: frame.height, role: "img", "aria-label": spec.title });
+    const svg = shape("svg", { viewBox: `0 0 ${width} ${frame.height}`, width, height: frame.height, role: "img", tabindex: 0, "aria-label": `${spec.title}. Arrow keys show the values.` });
     const cursor = shape("line", { class: "cursor", y1: frame.box.top, y2: frame.box.bottom, x1: -9, x2: -9 });
     svg.append(...axes(spec, frame), ...curves(spec, frame), cursor);
     svg.addEventListener("pointermove", (event) => pointed(figure, spec, frame, svg, cursor, event));
     svg.addEventListener("pointerleave", () => unpointed(figure, cursor));
+    svg.addEventListener("keydown", (event) => keyed(figure, spec, frame, svg, cursor, event));
+    svg.addEventListener("blur", () => unpointed(figure, cursor));
     return svg;
   }
 
@@ -115,15 +118,38 @@
   function unpointed(figure, cursor) {
     figure.querySelector(".tip").hidden = true;
     delete figure.dataset.step;
+    delete figure.dataset.place;
     cursor.classList.remove("on");
   }
 
-  function pointed(figure, spec, { x, box, across }, svg, cursor, event) {
-    const rect = svg.getBoundingClientRect();
-    const at = event.clientX - rect.left;
+  function pointed(figure, spec, frame, svg, cursor, event) {
+    const { x, box } = frame;
+    const at = event.clientX - svg.getBoundingClientRect().left;
     if (at < box.left - 8 || at > box.right + 8) return unpointed(figure, cursor);
     const wanted = x[0] + ((at - box.left) / (box.right - box.left)) * (x[1] - x[0]);
     const [place] = nearest(spec.series.flatMap((one) => one.points), wanted);
+    told(figure, spec, frame, svg, cursor, place);
+  }
+
+  const MOVES = { ArrowLeft: (at) => at - 1, ArrowRight: (at) => at + 1, Home: () => 0, End: () => Infinity };
+
+  // The arrow keys move from place to place, from the end that they lead away from; Enter is a click.
+  function keyed(figure, spec, frame, svg, cursor, event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.key === "Enter") figure.click();
+    if (event.key === "Escape") unpointed(figure, cursor);
+    if (!MOVES[event.key]) return;
+    event.preventDefault();
+    const places = [...new Set(spec.series.flatMap((one) => one.points.map(([x]) => x)))].sort((one, other) => one - other);
+    const now = figure.dataset.place === undefined ? (event.key === "ArrowLeft" ? places.length : -1) : places.indexOf(Number(figure.dataset.place));
+    const to = Math.max(0, Math.min(places.length - 1, MOVES[event.key](now)));
+    told(figure, spec, frame, svg, cursor, places[to]);
+  }
+
+  // Shows the values at a place of the x axis.
+  function told(figure, spec, { x, across }, svg, cursor, place) {
+    const rect = svg.getBoundingClientRect();
+    figure.dataset.place = place;
     const steps = spec.axes[0].endsWith("step");
     if (steps) figure.dataset.step = Math.round(place);
     const lines = [steps ? `step ${Math.round(place)}` : `${label(place)} ${spec.unit ?? spec.axes[0]}`];
@@ -147,7 +173,7 @@
   // Draws the chart of a figure, now and whenever its width changes.
   globalThis.plot = (figure) => {
     const spec = JSON.parse(figure.dataset.chart);
-    figure.append(Object.assign(document.createElement("div"), { className: "tip", hidden: true }));
+    figure.append(Object.assign(document.createElement("div"), { className: "tip", hidden: true, role: "status" }));
     let width = 0;
     const fit = () => {
       const style = getComputedStyle(figure);
@@ -156,8 +182,10 @@
       width = now;
       const old = figure.querySelector(":scope > svg");
       const svg = drawn(figure, spec, width);
+      const focused = old !== null && old === document.activeElement;
       if (old) old.replaceWith(svg);
       else figure.append(svg);
+      if (focused) svg.focus({ preventScroll: true });
     };
     fit();
     new ResizeObserver(fit).observe(figure);

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.viewer.clients.service import read_service
-from tidegate.viewer.formatting import duration, number, printable
+from tidegate.viewer.formatting import duration, number, plain, printable
 from tidegate.viewer.held_out import episodes_key
 from tidegate.viewer.ledger import STATES, LedgerCounts, count_ledger, newest_checkpoint
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart, write_reward_png
@@ -203,7 +203,7 @@ def tiles(run: RunFiles, counts: LedgerCounts | None) -> Iterator[Tile]:
         yield Tile("Training time", duration(seconds))
     version = run.last("version")
     if version is not None and not run.is_fine_tuning:
-        yield Tile("Policy version", number(version, 0), "published last")
+        yield Tile("Policy version", plain(version), "published last")
     sampled = run.sampled_tokens()
     trained = sum(value for _, value in run.series("tokens/trained"))
     if sampled:

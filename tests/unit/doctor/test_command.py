@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import threading
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from tests.unit.doctor.common import codes
 from tidegate.cli import doctor
 from tidegate.config import Settings
+from tidegate.doctor.doctor import Examination
 from tidegate.doctor.engine import judge_reply
 from tidegate.doctor.episode import counted
 from tidegate.doctor.timeout import within
@@ -115,3 +118,19 @@ def test_within_returns_raises_and_times_out() -> None:
 def test_refusals_are_read_from_the_metrics() -> None:
     text = 'tidegate_gateway_turns_total 3\ntidegate_gateway_refusals_total{code="a b"} 2\n'
     assert counted(text, "refusals_total") == {"a b": 2}
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError])
+def test_the_folder_of_logs_is_removed_unless_its_path_is_told(
+    end: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def interrupted(examination: Examination) -> None:
+        (examination.folder / "logs").mkdir()
+        raise end
+
+    monkeypatch.setattr(doctor, "shield_process", lambda: None)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Examination, "run", interrupted)
+    with pytest.raises(end):
+        doctor.run(Namespace(json=True, episodes=1), [])
+    assert list(tmp_path.iterdir()) == []

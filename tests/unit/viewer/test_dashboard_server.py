@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -21,6 +22,7 @@ from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.evaluation.results import EvalResults
 from tidegate.evaluation.sampler import SampledEpisode
+from tidegate.service.directory_lock import DirectoryLock
 from tidegate.service.local_only import is_loopback
 from tidegate.types import Outcome, Task, Trajectory
 from tidegate.viewer.dashboard.app import page_files
@@ -308,6 +310,24 @@ def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
         FollowedRun(tmp_path / "gone")
     with pytest.raises(ConfigError, match="not a run"):
         FollowedRun(tmp_path)
+
+
+def test_a_run_that_is_about_to_start_is_waited_for_and_then_followed(tmp_path: Path, small: Path) -> None:
+    """Its directory is locked, and the checks before its first file take seconds."""
+    place = tmp_path / "soon"
+    with DirectoryLock(place, "tidegate train"), client_of(place) as client:
+        state = client.get("/api/state").json()
+        assert (state["status"], state["step"]) == ("starting", None)
+        assert client.get("/api/overview").json()["opening"].startswith("The run is starting")
+        for name in ("config.toml", "metrics.jsonl", "ledger.jsonl"):
+            shutil.copyfile(small / name, place / name)
+        after = client.get("/api/state").json()
+        assert (after["status"] != "starting", after["stamp"] != state["stamp"]) == (True, True)
+        assert client.get("/api/overview").json()["opening"].startswith("Agent ")
+    (tmp_path / "ended").mkdir()
+    (tmp_path / "ended" / ".tidegate.lock").touch()
+    with pytest.raises(ConfigError, match="not a run"):
+        FollowedRun(tmp_path / "ended")
 
 
 def test_the_verb_names_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,6 @@ if the trainer uses the same version for these weights.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from tidegate.service.serve import write_atomically
@@ -16,10 +15,10 @@ NAME = "first_version"
 
 
 def set_first_version(run_dir: Path) -> int:
-    """Returns the version in the file, which it writes if there is none: the Unix time."""
+    """Returns the version in the file, which it writes if there is none: 0."""
     version = first_version(run_dir)
     if version is None:
-        version = int(time.time())
+        version = 0
         run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir / NAME, str(version))
     return version

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from fastapi import Query
 
+from tidegate.service.directory_lock import in_use
 from tidegate.trainer.ledger.jsonl import parts
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.clients.history import VersionHistory
@@ -50,10 +51,14 @@ class Stamp:
 
 
 class FollowedRun:
-    """The files of one run; raises ConfigError if the directory does not exist or is not a run."""
+    """The files of one run, which may be about to start.
+
+    Raises ConfigError if the directory does not exist, or is neither a run nor locked by one that starts.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        run_directory(run_dir)
+        if not (run_dir.is_dir() and in_use(run_dir)):
+            run_directory(run_dir)
         self.dir = run_dir
         self.files = RunFiles(run_dir)
         self.texts = Texts(run_dir, None)
@@ -185,6 +190,7 @@ class FollowedRun:
 
         Returns:
             `completed`, `interrupted`, `failed`, or `ended` by a ledger that does not tell which; `running`;
+            `starting`: a process has locked its directory, and nothing is recorded yet;
             `quiet`: its trainer works, or may do so, and has recorded nothing lately; `stopped`: its
             trainer recorded its load, and does so no more.
         """
@@ -194,6 +200,8 @@ class FollowedRun:
         if self._is_tuned():
             return "completed"
         silence = self.silence()
+        if silence is None and in_use(self.dir):
+            return "starting"
         if silence is not None and silence <= QUIET_S:
             return "running"
         load = _stat(self.dir / "load.jsonl")

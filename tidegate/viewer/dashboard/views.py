@@ -44,6 +44,10 @@ Most = Annotated[int, Query(ge=1, le=1000)]
 Tokens = Annotated[int, Query(ge=1, le=20_000)]
 
 MOST_PAST_SIGNS = 20
+STARTING = (
+    "The run is starting: its checks run, or its processes load. This page shows its records as soon as "
+    "there are some."
+)
 
 STEP_COLUMNS = {
     "step": "step",
@@ -92,7 +96,7 @@ def _overview(run: FollowedRun) -> Wire:
     curves = run.curves()
     bound = staleness_bound(files.settings.get("trainer", {}))
     return {
-        "opening": opening(files),
+        "opening": STARTING if run.status() == "starting" else opening(files),
         "banners": [printable(text) for text in (*banners(files, counts, progress=False), *run.remarks())],
         "signs": [held.to_wire() for held in run.signs.current.values()],
         "past_signs": [held.to_wire() for held in run.signs.past[-MOST_PAST_SIGNS:]],

@@ -62,6 +62,7 @@ def test_engines_and_trainer_start_with_one_version_of_the_model(tmp_path: Path)
     standing = service(tmp_path)
     standing.engines[0].url, standing.gateway.url = "http://127.0.0.1:1", "http://127.0.0.1:2"
     weights, version = standing.newest_weights()
+    assert version == 0, "its gateway has served no other run"
     settings = load_settings(standing.write_trainer_settings())
     start = Start.of(settings, resume=False)
     assert (start.weights, start.version) == (weights, version), "what was sampled before it is not stale"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pytest
 from pyarrow import parquet
 
 from tests.unit.viewer.dashboard_run import write_dashboard_run
+from tests.unit.viewer.viewer_run import write_run
 from tidegate.cli import main
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory, read_lines, step_files
 from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan, from_wire, to_wire
+from tidegate.viewer.formatting import known
 
 
 def one_turn(logprobs: np.ndarray) -> Trajectory:
@@ -81,6 +84,21 @@ def test_corrections_are_demonstrations(tmp_path: Path) -> None:
     assert main(["export", str(run_dir), "--corrections"]) == 0
     written = json.loads((run_dir / "export.jsonl").read_text())
     assert written == {"messages": chat, "name": "expert", "step": step}
+
+
+def test_csv_holds_the_metrics_of_each_step(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", steps=4)
+    assert main(["export", str(run_dir), "--csv"]) == 0
+    with (run_dir / "export.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    written = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [float(row["step"]) for row in rows] == [line["step"] for line in written]
+    for row, line in zip(rows, written, strict=True):
+        numbers = {key: value for key, value in line.items() if known(value) is not None}
+        assert {key: float(row[key]) for key in numbers} == numbers
+        assert {row[key] for key in row.keys() - numbers.keys()} <= {""}, (
+            "what the step lacks, or is no number"
+        )
 
 
 def test_parquet_holds_every_sequence_with_its_tokens(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ function showState() {
   document.getElementById("name").textContent = state.name ?? "";
   document.querySelector('.top nav a[href="#/service"]').hidden = !state.service;
   const box = document.getElementById("status");
-  const words = { running: "running", completed: "completed", interrupted: "interrupted", failed: "failed", ended: "ended", quiet: "nothing new", stopped: "stopped without an end record" };
+  const words = { starting: "starting", running: "running", completed: "completed", interrupted: "interrupted", failed: "failed", ended: "ended", quiet: "nothing new", stopped: "stopped without an end record" };
   const ended = ["completed", "interrupted", "failed", "ended"].includes(state.status);
   const meanings = {
     interrupted: "Ctrl-C or SIGTERM; --resume continues the run",
@@ -112,7 +112,7 @@ async function poll() {
       const anew = await refresh().catch((error) => (error.name === "AbortError" ? false : Promise.reject(error)));
       if (anew && mine === turn) await show({ keepPlace: true });
     }
-    wait = state.status === "running" ? BUSY_MS : IDLE_MS;
+    wait = ["starting", "running"].includes(state.status) ? BUSY_MS : IDLE_MS;
   } catch (error) {
     const box = document.getElementById("status");
     box.replaceChildren(h("span", { class: "light lost" }, "no answer"), " is tidegate view still running?");

@@ -130,5 +130,5 @@ export async function curvesView({ names = null, changed = () => {} } = {}) {
     h("span", { class: "soft" }, "smoothing"), switches("smoothing", WEIGHTS, choice.smoothing, pick("smoothing")));
   const element = h("div", { class: "curves-view" }, chooser(metrics, choice, change),
     h("div", {}, names ? runSwitches(names, choice, change) : null, bar, charts));
-  return { element, choice, redraw: async () => charts.querySelector("figure:hover") || draw() };
+  return { element, choice, redraw: async () => charts.querySelector("figure:hover, figure:focus-within") || draw() };
 }

@@ -123,7 +123,7 @@ export async function distributionsPage(main) {
   main.dataset.up = "#/";
   await load();
   return async () => {
-    if (!charts.querySelector("figure:hover")) await load();
+    if (!charts.querySelector("figure:hover, figure:focus-within")) await load();
     return false;
   };
 }

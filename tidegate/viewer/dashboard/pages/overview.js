@@ -68,7 +68,7 @@ export async function overviewPage(main, state) {
       h("h2", {}, "How it learned"),
       found.reward ? figure(found.reward) : h("p", { class: "soft" }, "No two steps have been written yet."),
       ...(found.charts.length ? [h("h2", {}, "How it flowed"), h("div", { class: "charts" }, found.charts.map(figure))] : []),
-      ...(charts.length ? [h("p", { class: "soft small" }, "A click on a chart opens the step under the pointer.")] : []),
+      ...(charts.length ? [h("p", { class: "soft small" }, "A click on a chart opens the step under the pointer; the arrow keys show the values of a chart that has the focus, and Enter opens the step.")] : []),
       ...booksOf(found.books),
       ...(found.health.length ? [h("h2", {}, "Signs of health"), h("div", { class: "charts health" }, found.health.map(figure))] : []));
   };
@@ -76,7 +76,7 @@ export async function overviewPage(main, state) {
   main.dataset.up = "#/";
   return async () => {
     // Not under the pointer of someone who is reading a chart.
-    if (!main.querySelector("figure:hover")) await draw();
+    if (!main.querySelector("figure:hover, figure:focus-within")) await draw();
     return false;
   };
 }

@@ -30,7 +30,7 @@ export async function processesPage(main) {
   await draw();
   main.dataset.up = "#/";
   return async () => {
-    if (!main.querySelector("figure:hover") && !main.contains(document.activeElement?.closest("table"))) await draw();
+    if (!main.querySelector("figure:hover, figure:focus-within") && !main.contains(document.activeElement?.closest("table"))) await draw();
     return false;
   };
 }

@@ -182,7 +182,7 @@ export async function servicePage(main) {
   await draw();
   main.dataset.up = "#/";
   return async () => {
-    if (!main.querySelector("figure:hover")) await draw();
+    if (!main.querySelector("figure:hover, figure:focus-within")) await draw();
     return false;
   };
 }
