@@ -18,6 +18,8 @@ from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, TaskView
 
 MAX_LOG = 64_000_000
 """Characters that the agents of one process may print; further output is dropped."""
+MAX_CAUSES = 20
+"""Errors of a chain that are looked at."""
 GRACE_S = 1.0
 """Time for a cancelled episode to clean up."""
 
@@ -115,11 +117,25 @@ def _outcome(job: EpisodeJob, *, late: bool) -> dict[str, Any]:
     if job.task.cancelled():
         return {**fields, "outcome": "agent_error", "error": "the agent cancelled itself"}
     if error is not None:
-        print(f"{job.id}: {''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        over = _is_refused_after_end(error)
+        told = traceback.format_exception_only(error) if over else traceback.format_exception(error)
+        print(f"{job.id}: {''.join(told)}", file=sys.stderr, flush=True)
         outcome = "infra_error" if isinstance(error, InfrastructureError) else "agent_error"
         return {**fields, "outcome": outcome, "error": describe_error(error, MAX_ERROR)}
     result = job.task.result()
     return {**fields, "output": result.output, "reward": result.reward, "metrics": dict(result.metrics)}
+
+
+def _is_refused_after_end(error: BaseException) -> bool:
+    """Whether an agent failed because its session had ended, for example with the run: no fault to trace."""
+    cause: BaseException | None = error
+    for _ in range(MAX_CAUSES):
+        if cause is None:
+            break
+        if "this session is over" in str(cause):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 class CappedLog(io.TextIOBase):
