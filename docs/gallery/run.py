@@ -45,6 +45,7 @@ class Card:
 
 
 CARDS = (
+    Card("words", "demo", "words", 0.9),
     Card("demo", "demo-tiny", "demo", 0.85),
     Card("search", "demo-search", "demo-search", 0.85),
     Card("service", "demo-service", "demo-service", 0.75),
@@ -75,7 +76,12 @@ def final(rows: list[dict[str, Any]]) -> float:
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Writes the curve of a run as a small picture."""
     figure, axes = plt.subplots(figsize=(4.2, 2.4))
-    for key, style, label in (("reward/mean", "-", "training"), ("eval/reward", "D--", "held out")):
+    lines = [
+        ("reward/mean", "-", "training"),
+        ("eval/reward", "D--", "held out"),
+        ("eval/reward_unseen_wordings", "s:", "new wordings"),
+    ]
+    for key, style, label in lines:
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, markersize=4)
