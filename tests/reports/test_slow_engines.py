@@ -86,16 +86,18 @@ async def test_a_call_that_waits_for_a_busy_engine_is_no_failure_of_the_engine(t
     """sgl-project/sglang#12355: at a high rate of requests no worker was available, and calls failed."""
     pool = PoolOptions(probe_every_s=0.05, engine_calls=1, waiting_calls=1)
     async with staged(make_model_dir(tmp_path / "tiny"), pool=pool) as stage:
-        sessions = [await opened(stage, deadline_s=seconds) for seconds in (5.0, 5.0, 60.0)]
+        # A call counts as slow if it waits for half of its session's deadline, which begins when it opens.
+        refused_access, refused_llm = await opened(stage, deadline_s=60.0)
+        sessions = [await opened(stage, deadline_s=8.0) for _ in range(2)]
         stage.engine.faults.extend([Fault("hang")] * 2)
-        calls = [asyncio.create_task(ask(llm)) for _, llm in sessions[:2]]
+        calls = [asyncio.create_task(ask(llm)) for _, llm in sessions]
         await eventually(lambda: stage.gateway.pool.waiting == 1)
         with pytest.raises(openai.InternalServerError, match="queue is full"):
-            await ask(sessions[2][1].with_options(max_retries=0))
-        refused = await stage.client.finish(sessions[2][0].session_id, outcome="agent_error", error="503")
+            await ask(refused_llm.with_options(max_retries=0))
+        refused = await stage.client.finish(refused_access.session_id, outcome="agent_error", error="503")
         assert (refused.outcome, refused.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
         await asyncio.gather(*calls, return_exceptions=True)
-        for access, _ in sessions[:2]:
+        for access, _ in sessions:
             found = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
             assert (found.outcome, found.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
 
