@@ -91,7 +91,7 @@ class Service(OwnedProcess):
         Raises StartError if it exits, with the last line of its log, or if it takes longer than `ready_s`.
         """
         if self._host is not None and self._socket is None:
-            self._socket = bind(Listen(self._host, self._port))
+            self._socket = bind(Listen(self._host, self._port), f"{self.verb}.port")
         command, inherited = self.command(), []
         with contextlib.ExitStack() as stack:
             if self._socket is not None:

@@ -11,6 +11,7 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.directory_lock import DirectoryLock
+from tidegate.service.serve import Listen, bind
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.processes import standing as standing_module
@@ -56,6 +57,14 @@ def test_a_restarted_engine_starts_with_the_newest_published_weights(tmp_path: P
     for name in ("v000009", "v000010", ".v000011.partial", "of-engine"):
         (tmp_path / "run" / "weights" / name).mkdir(parents=True)
     assert standing.newest_weights() == (tmp_path / "run" / "weights" / "v000010", 10)
+
+
+async def test_a_taken_port_is_told_with_the_setting(tmp_path: Path) -> None:
+    with bind(Listen()) as taken:
+        taken.listen()
+        standing = service(tmp_path, f"--gateway.port={taken.getsockname()[1]}")
+        with pytest.raises(StartError, match=r"choose another port \(gateway\.port\)"):
+            await standing.gateway.start()
 
 
 def test_engines_and_trainer_start_with_one_version_of_the_model(tmp_path: Path) -> None:
