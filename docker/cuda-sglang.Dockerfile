@@ -1,8 +1,9 @@
 # Trainer and SGLang on NVIDIA GPUs, each in an environment of its own. Not built or run yet: see docs/deployment.md.
 #   docker build -f docker/cuda-sglang.Dockerfile -t tidegate-cuda .
 #   docker run --gpus all --ipc host -v ./model:/model:ro -v runs:/work/runs tidegate-cuda train my.toml --model.path /model
-# The toolkit of the base image is for SGLang's kernels that are compiled at the first start.
-ARG CUDA_IMAGE=nvidia/cuda:12.9.1-devel-ubuntu24.04
+# The toolkit of the base image is for SGLang's kernels that are compiled at the first start. Its version is that of
+# torch's CUDA in both environments.
+ARG CUDA_IMAGE=nvidia/cuda:13.0.3-devel-ubuntu24.04
 # hadolint ignore=DL3006
 FROM ${CUDA_IMAGE}
 ARG SGLANG_VERSION=0.5.23
@@ -19,6 +20,8 @@ COPY tidegate tidegate
 COPY examples examples
 RUN python3 -m venv /opt/tidegate \
     && /opt/tidegate/bin/pip install --no-cache-dir '.[train,lora]' && rm -rf /src/build \
+    && /opt/sglang/bin/pip freeze | grep '^nvidia-nccl' > /opt/nccl.txt \
+    && /opt/tidegate/bin/pip install --no-cache-dir --no-deps -r /opt/nccl.txt \
     && useradd --create-home --uid 1001 tidegate \
     && install -d -o tidegate /work /work/runs
 

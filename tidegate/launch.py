@@ -24,7 +24,7 @@ from tidegate.program import advise_extra
 from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
-from tidegate.trainer.preflight import check_engines, check_port, check_teachers, check_writable
+from tidegate.trainer.preflight import check_engines, check_nccl, check_port, check_teachers, check_writable
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
@@ -170,6 +170,8 @@ def check_environment(settings: Settings) -> tuple[Settings, Environment]:
 def check_surroundings(settings: Settings, environment: Environment, *, own_gateway: bool) -> None:
     """Raises StartError if the gateway's port, the engines or sandboxes cannot be used.
 
+    Raises ConfigError if weights cannot be sent to the engines.
+
     Args:
         settings: Settings of the run.
         environment: Its environment.
@@ -180,6 +182,8 @@ def check_surroundings(settings: Settings, environment: Environment, *, own_gate
     if own_gateway and settings.gateway.url is None:
         check_port(settings.gateway.host, settings.gateway.port)
     check_engines(settings.engine.urls)
+    if own_gateway:
+        check_nccl(settings)
 
 
 async def _open_sandboxes(settings: Settings, environment: Environment) -> None:

@@ -83,6 +83,18 @@ def test_each_image_has_a_dockerfile_whose_copied_files_exist() -> None:
                 assert any(fnmatch(source, name) or source.startswith(f"{name}/") for name in kept), source
 
 
+CUDA_OF_TORCH = {"2.13.0": "13.0"}
+"""CUDA of torch on PyPI, by the version that the extra `train` pins; SGLang 0.5.23 has the same CUDA."""
+
+
+def test_the_images_toolkit_has_the_version_of_torchs_cuda() -> None:
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (torch,) = (one.partition("==")[2] for one in extras["train"] if one.startswith("torch=="))
+    found = re.search(r"nvidia/cuda:(\d+\.\d+)\.", dockerfile("tidegate-cuda"))
+    assert found is not None
+    assert found[1] == CUDA_OF_TORCH[torch]
+
+
 def test_versions_in_images_are_those_of_the_project() -> None:
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     torch = next(one for one in extras["train"] if one.startswith("torch=="))

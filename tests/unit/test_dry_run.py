@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tidegate.config import Settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
 from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
+from tidegate.trainer.policy.attention import use_repeated_heads
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import WeightsError
@@ -33,11 +35,18 @@ def settings_of(model: Path, run_dir: Path, **more: dict[str, object]):
     return Settings.model_validate({"model": {"path": str(model)}, "run": {"dir": str(run_dir)}, **more})
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
 def test_parameters_by_the_shape_are_those_of_the_model(tmp_path: Path, family: str) -> None:
     model = make_tiny_model(tmp_path, family=family)
     shape = read_shape(tmp_path)
     assert shape.counted == shape.stored == sum(one.numel() for one in model.parameters())
+
+
+def test_all_experts_are_counted_and_the_chosen_ones_compute() -> None:
+    shape = read_shape(Path("models/Qwen3-30B-A3B"))
+    assert shape.parameters == 30_532_122_624, "as its card has it, 30.5 billion"
+    dense = replace(shape, sparse_layers=0, intermediate=shape.chosen * shape.expert_size)
+    assert dense.activation_bytes(1000) < shape.activation_bytes(1000) < 2 * dense.activation_bytes(1000)
 
 
 def test_parameters_of_a_model_with_biases(tmp_path: Path) -> None:
@@ -99,9 +108,13 @@ def test_the_kv_cache_is_what_the_model_fills() -> None:
     assert shape.kv_bytes(3, 17, "float32") == held == 2 * shape.kv_bytes(3, 17, "bfloat16")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_activations_are_what_pytorch_keeps(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu"), [("float32", False), ("bfloat16", False), ("float32", True), ("bfloat16", True)]
+)
+def test_the_activations_are_what_pytorch_keeps(dtype: str, on_gpu: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(BASE)
+    if on_gpu:
+        use_repeated_heads(model)  # as on a GPU
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     shapes = {one.shape for one in model.parameters()}
     shapes |= {shape[::-1] for shape in shapes}
@@ -117,7 +130,9 @@ def test_the_activations_are_what_pytorch_keeps(dtype: str) -> None:
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = model.model(input_ids=torch.randint(0, 500, (4, 128))).last_hidden_state
     assert hidden.requires_grad
-    assert read_shape(BASE).activation_bytes(4 * 128, dtype) == pytest.approx(sum(kept.values()), rel=0.1)
+    assert read_shape(BASE).activation_bytes(4 * 128, dtype, on_gpu=on_gpu) == pytest.approx(
+        sum(kept.values()), rel=0.1
+    )
 
 
 def test_layers_that_are_computed_again_keep_their_inputs_and_one_layer(tmp_path: Path) -> None:
@@ -157,7 +172,8 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     shape = read_shape(BASE)
 
     def plan(**trainer: object) -> dict[str, int]:
-        items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
+        settings = settings_of(BASE, tmp_path, trainer={"compute_dtype": "bfloat16", **trainer})
+        items = memory_plan(settings, shape)
         return {item.what: item.size for item in items if item.owner == "trainer"}
 
     alone, two, gpus = plan(), plan(ranks=2), plan(ranks=2, device="cuda")

@@ -13,7 +13,10 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
   a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
   values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
   shared. Computed in bfloat16, norms and residuals stay in float32: 0.7 of that, counted likewise, and
-  2 · P for the weights in that type. With activation checkpointing h a token and layer is kept, besides
+  2 · P for the weights in that type. In float32 on a GPU 2Hd more, if H > K: keys and values are repeated
+  for each query head, as torch's kernels take grouped heads in bfloat16 only. No kernel in use keeps the
+  matrix of scores. In a layer with experts, 4e + 2h for each expert that computes the token, with its
+  intermediate size e, in place of 4i. With activation checkpointing h a token and layer is kept, besides
   one whole layer.
 - logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
   gradient), in float32.
@@ -52,6 +55,10 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
                  "num_attention_heads": 32, "tie_word_embeddings": True},
     "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
                  "num_attention_heads": 32, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {**_QWEN3, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+                      "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+                      "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+                      "tie_word_embeddings": False},
 }  # fmt: skip
 
 
@@ -69,6 +76,15 @@ class Shape:
     tied: bool
     qk_norm: bool = False
     qkv_bias: bool = False
+    experts: int = 0
+    """Experts of a sparse layer; 0 in a dense model."""
+    chosen: int = 0
+    """Experts that compute a token."""
+    expert_size: int = 0
+    """Intermediate size of an expert."""
+    shared_size: int = 0
+    """Intermediate size of the expert that computes every token, with its gate; 0: none."""
+    sparse_layers: int = 0
     source: str = ""
     """File or model name from which the shape was read."""
     stored: int | None = None
@@ -76,17 +92,20 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters by the weights' headers, else by the shape (dense Llama, Qwen2 and Qwen3)."""
+        """Number of parameters by the weights' headers, else by the shape (Llama, Qwen2, Qwen3, MoE)."""
         return self.stored if self.stored is not None else self.counted
 
     @property
     def counted(self) -> int:
-        """Embeddings, attention, gated MLP and norms by the shape."""
+        """Embeddings, attention, gated MLP or experts with their router, and norms by the shape."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * query + 2 * key)
         attention += (query + 2 * key) * self.qkv_bias + 2 * self.head_dim * self.qk_norm
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.vocab * self.hidden * (1 if self.tied else 2) + self.layers * layer + self.hidden
+        mlps = (self.layers - self.sparse_layers) * 3 * self.hidden * self.intermediate
+        sparse = self.experts * (3 * self.expert_size + 1) + 3 * self.shared_size + (self.shared_size > 0)
+        mlps += self.sparse_layers * self.hidden * sparse
+        layers = self.layers * (attention + 2 * self.hidden) + mlps
+        return self.vocab * self.hidden * (1 if self.tied else 2) + layers + self.hidden
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Returns the number of LoRA parameters of the `targets` (names as in Llama and Qwen; none: all)."""
@@ -96,17 +115,26 @@ class Shape:
             "o_proj": query + self.hidden, "gate_proj": self.hidden + self.intermediate,
             "up_proj": self.hidden + self.intermediate, "down_proj": self.intermediate + self.hidden,
         }  # fmt: skip
-        layer = sum(size for name, size in ends.items() if not targets or name in targets)
+        chosen = {name: size for name, size in ends.items() if not targets or name in targets}
+        mlp = sum(chosen.pop(name, 0) for name in ("gate_proj", "up_proj", "down_proj"))
         head = self.hidden + self.vocab if "lm_head" in targets else 0
-        return rank * (self.layers * layer + head)
+        dense = self.layers - self.sparse_layers  # experts of one tensor get no adapter
+        return rank * (self.layers * sum(chosen.values()) + dense * mlp + head)
 
     def kv_bytes(self, slots: int, context: int, dtype: str) -> int:
         return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
 
-    def activation_bytes(self, tokens: int, dtype: str = "float32", *, recomputed: bool = False) -> int:
+    def activation_bytes(
+        self, tokens: int, dtype: str = "float32", *, recomputed: bool = False, on_gpu: bool = False
+    ) -> int:
         """Returns the bytes kept for the backward pass of one microbatch."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = 6 * self.hidden + 6 * query + 2 * key + 4 * self.intermediate
+        sparse = self.sparse_layers / self.layers
+        experts = self.chosen * (4 * self.expert_size + 2 * self.hidden) + 4 * self.shared_size
+        layer = 6 * self.hidden + 6 * query + 2 * key
+        layer += int(4 * self.intermediate * (1 - sparse) + experts * sparse)
+        if on_gpu and dtype == "float32" and self.heads > self.kv_heads:
+            layer += 2 * query  # keys and values repeated for each query head
         share = IN_BFLOAT16 if dtype == "bfloat16" else 1.0
         if recomputed:
             return int(tokens * (self.layers * self.hidden + share * layer) * FLOAT32)
@@ -147,15 +175,36 @@ def _shape(config: Mapping[str, Any], source: str, stored: int | None = None) ->
             head_dim=int(text.get("head_dim") or hidden // heads),
             vocab=int(text["vocab_size"]),
             tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=family == "qwen2" or bool(text.get("attention_bias")),
             source=source,
             stored=stored,
+            **_experts(text),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{source}: no memory plan, because the config of a plain decoder is expected: {error.args[0]!r}"
         ) from None
+
+
+def _experts(text: Mapping[str, Any]) -> dict[str, int]:
+    """Returns `Shape`'s fields of experts, by the names of Qwen, Mixtral or DeepSeek; none if dense."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((int(text[name]) for name in names if text.get(name)), 0)
+    if not experts:
+        return {}
+    size = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+    shared = int(text.get("shared_expert_intermediate_size") or size * int(text.get("n_shared_experts") or 0))
+    step, first = int(text.get("decoder_sparse_step") or 1), int(text.get("first_k_dense_replace") or 0)
+    dense = set(text.get("mlp_only_layers") or ()).union(range(first))
+    layers = range(int(text["num_hidden_layers"]))
+    return {
+        "experts": experts,
+        "chosen": int(text["num_experts_per_tok"]),
+        "expert_size": size,
+        "shared_size": shared,
+        "sparse_layers": sum(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+    }
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -280,8 +329,10 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
 
 
 def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: int, each: str) -> Item:
-    tokens, dtype = trainer.microbatch_tokens, trainer.compute_dtype
-    size = shape.activation_bytes(tokens, dtype, recomputed=trainer.activation_checkpointing)
+    tokens, dtype = trainer.microbatch_tokens, trainer.pass_dtype
+    size = shape.activation_bytes(
+        tokens, dtype, recomputed=trainer.activation_checkpointing, on_gpu=trainer.device != "cpu"
+    )
     how = f"estimate for {tokens:,} tokens per microbatch"
     if dtype == "bfloat16":
         size, how = size + BYTES[dtype] * shape.parameters, f"{how}, and weights in bfloat16"

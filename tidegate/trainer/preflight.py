@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from importlib.metadata import distributions
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
+from tidegate.config import Settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.api_key import ENGINE_KEY, engine_key
 from tidegate.service.http_client import engine_headers
@@ -21,6 +25,14 @@ from tidegate.settings.teacher import TeacherSettings
 
 ENGINE_S = 10.0
 """Timeout of an engine's reply to GET /model_info."""
+NCCL = "nvidia-nccl-"
+"""Begin of the names of the packages with NCCL; torch requires one of them."""
+LIST_PACKAGES = (
+    "from importlib.metadata import distributions as found; "
+    "print(*{one.metadata['Name'] + ' ' + one.version for one in found()}, sep='\\n')"
+)
+PYTHON_S = 60.0
+"""Time limit of an interpreter that lists its packages."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -58,6 +70,38 @@ def _no_engine(url: str, what: str) -> StartError:
         f"engine.urls: {url} {what}, so a run cannot train with it; use `tidegate engine`, `tidegate vllm` "
         "or SGLang"
     )
+
+
+def check_nccl(settings: Settings) -> None:
+    """Raises ConfigError if trainer and engines cannot form a group over NCCL, which takes one version only.
+
+    Engines in `engine.urls` are not checked: they do not report their version. An interpreter that does not
+    run is reported when its engine starts.
+    """
+    trainer, engine = settings.trainer, settings.engine
+    if trainer.publish_transport != "broadcast" or trainer.device == "cpu" or engine.python is None:
+        return
+    own = _nccl(f"{one.metadata['Name']} {one.version}" for one in distributions())
+    try:
+        listed = subprocess.run(
+            [str(engine.python), "-c", LIST_PACKAGES], capture_output=True, text=True, timeout=PYTHON_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    others = _nccl(listed.stdout.splitlines())
+    if own and others and own != others:
+        package, version = others
+        raise ConfigError(
+            f'trainer.publish_transport = "broadcast": the trainer has NCCL {own[1]}, and engine.python = '
+            f"{engine.python} has {version}; NCCL connects equal versions only. Run {sys.executable} -m pip "
+            f'install --no-deps {package}=={version}, or set trainer.publish_transport = "files"'
+        )
+
+
+def _nccl(packages: Iterable[str]) -> tuple[str, str] | None:
+    """Return name and version of the package with NCCL among lines `name version`; None without one."""
+    found = sorted(line.strip() for line in packages if line.startswith(NCCL))
+    return None if not found else (found[0].split()[0], found[0].split()[1])
 
 
 def check_writable(run_dir: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -204,3 +207,44 @@ def test_a_run_that_was_killed_after_its_last_step_puts_its_groups_in_order(tmp_
     live = entry("group", "issued", id="g", task="t", index=0, version=0, replaces=None)
     settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=4, entries=[live])
     assert Start.of(settings, resume=True).open_groups() == {"g"}
+
+
+@dataclass(frozen=True)
+class Package:
+    version: str
+    metadata: dict[str, str] = field(default_factory=lambda: {"Name": "nvidia-nccl-cu13"})
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "transport", "words"),
+    [
+        ("2.29.7", "cuda", "broadcast", "has NCCL 2.29.7, and engine.python = .* has 2.30.7; .*cu13==2.30.7"),
+        ("2.30.7", "cuda", "broadcast", None),
+        ("2.29.7", "cuda", "files", None),
+        ("2.29.7", "cpu", "broadcast", None),
+    ],
+)
+def test_another_nccl_in_the_engines_environment_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, device: str, transport: str, words: str | None
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf 'torch 2.14.1\\nnvidia-nccl-cu13 2.30.7\\n'\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(preflight, "distributions", lambda: [Package(own)])
+    settings = Settings.model_validate(
+        {
+            "model": {"path": "m"},
+            "engine": {"kind": "sglang", "python": python},
+            "trainer": {"device": device, "publish_transport": transport},
+        }
+    )
+    if words is None:
+        preflight.check_nccl(settings)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            preflight.check_nccl(settings)
+
+
+def test_packages_are_listed_by_another_interpreter() -> None:
+    listed = subprocess.run([sys.executable, "-c", preflight.LIST_PACKAGES], capture_output=True, text=True)
+    assert any(line.startswith("torch ") for line in listed.stdout.splitlines()), listed.stderr
