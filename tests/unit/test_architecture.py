@@ -134,9 +134,12 @@ ALLOWED = {
     "trainer": {"envs.base", "envs.judge.cache", "agents.base", "gateway.client"},
 }
 TORCH = {
+    "weights/float_logits",
     "weights/gguf",
     "weights/process_group",
     "devices",
+    "trainer/policy/attention",
+    "trainer/policy/experts",
     "trainer/policy/policy",
     "trainer/losses/",
     "trainer/policy/diagnostics",

@@ -385,7 +385,7 @@ def test_ranks_need_a_device_each():
         ({}, "float32", None),
         ({"device": "cuda"}, "bfloat16", None),
         ({"device": "cuda", "dtype": "float32"}, "float32", None),
-        ({"kind": "sglang"}, "bfloat16", ["--dtype", "bfloat16"]),
+        ({"kind": "sglang"}, "bfloat16", ["--dtype", "bfloat16", "--enable-fp32-lm-head"]),
         ({"kind": "vllm", "dtype": "float32"}, "float32", ["--dtype", "float32"]),
         ({"kind": "sglang", "arguments": ["--dtype=float32"]}, "float32", ["--dtype=float32"]),
         ({"kind": "sglang", "arguments": ["--dtype", "half"]}, "float32", ["--dtype", "half"]),

@@ -90,8 +90,8 @@ class DAPOLoss(LossSettings):
     """Clipping range of the ratio below 1."""
     clip_high: High = 0.28
     """Clipping range of the ratio above 1."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound c of the ratio of tokens with a negative advantage (dual clipping). None: no bound."""
+    dual_clip: Annotated[float, Field(gt=1)] = 10.0
+    """Upper bound c of the ratio of tokens with a negative advantage (dual clipping)."""
     sequence_mask: SequenceMask = None
     """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
     (off-policy sequence masking). None: no sequence is masked."""

@@ -89,9 +89,15 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
         return "bfloat16" if given == "bfloat16" else "float32"  # from which an engine can make any other
 
     def numbered(self, index: int) -> list[str]:
-        """Returns the arguments of the engine with this number, with `--dtype`."""
+        """Returns the arguments of the engine with this number, with its number types."""
         given = super().numbered(index)
-        return given if self.dtype_argument else ["--dtype", self.weights_dtype, *given]
+        if self.dtype_argument:
+            return given
+        logits = (
+            ["--enable-fp32-lm-head"] if self.kind == "sglang" and self.weights_dtype != "float32" else []
+        )
+        own = [argument for argument in logits if argument not in given]
+        return ["--dtype", self.weights_dtype, *own, *given]
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:

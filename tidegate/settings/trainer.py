@@ -146,9 +146,10 @@ class TrainerSettings(SettingsSection):
     """Device of the trainer: cpu, cuda, cuda:1."""
     ranks: Annotated[int, Field(ge=1)] = 1
     """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of forward and backward passes. Parameters, gradients, AdamW's moments and
-    checkpoints are always float32; weights are published in `engine.dtype`."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Data type of forward and backward passes. None: float32 on a CPU, bfloat16 on a GPU. Parameters,
+    gradients, AdamW's moments, logits and checkpoints are always float32; weights are published in
+    `engine.dtype`."""
     activation_checkpointing: bool = False
     """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
     memory for a third more arithmetic, with identical gradients."""
@@ -170,6 +171,11 @@ class TrainerSettings(SettingsSection):
     def staleness_bound(self) -> int | None:
         """`max_staleness` as a number, None if there is no bound."""
         return None if self.max_staleness == "none" else int(self.max_staleness)
+
+    @property
+    def pass_dtype(self) -> str:
+        """`compute_dtype`, or its default."""
+        return self.compute_dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     @property
     def scale(self) -> str:

@@ -31,6 +31,7 @@ from tidegate.errors import StartError
 from tidegate.weights import checksum
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import stored_parameters
+from tidegate.weights.float_logits import use_float_logits
 
 PROBE_LENGTHS = (7, 3, 5)
 SCORED_LOGITS = 2**26
@@ -50,6 +51,8 @@ class Model:
         self.vocab_size: int = hf_model.get_input_embeddings().num_embeddings
         self.max_scored_tokens = max(1, SCORED_LOGITS // self.vocab_size)
         self.eos_ids = _eos_ids(hf_model)
+        if self.device.type == "cuda":
+            use_float_logits(hf_model)
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)

@@ -65,9 +65,13 @@ class FSDPRanks(Ranks):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         mesh = init_device_mesh(kind, (self.count,))
         root: Any = _RootModule(model, compute)
-        # Parameters are gathered in the dtype of computation; gradients are summed in float32.
-        precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        # Layers are gathered in the dtype of computation. The rest stays in float32, in which the gradient of
+        # the head adds up over pieces of a microbatch. Gradients are summed in float32.
+        precisions = [
+            MixedPrecisionPolicy(param_dtype=type_, reduce_dtype=torch.float32) for type_ in (dtype, None)
+        ]
         for unit in (*decoder_layers(model), root):
+            precision = precisions[unit is root]
             # Reshard after the forward pass too, as a backward pass may not follow.
             fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
             # The loss is divided by the N of all ranks, so gradients are summed; gloo has plain sums only.

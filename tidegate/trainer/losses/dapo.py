@@ -3,7 +3,7 @@
 advantage       reward less the group's mean, ÷ the group's standard deviation
 ratio           π_θ/μ of each token
 clipping        min(ratio · A, clip(ratio, 1 − low, 1 + high) · A) with high > low (clip-higher, §3.1);
-                at least `dual_clip` · A where A < 0, if that is set (Ye et al., arXiv 1912.09729, 2020)
+                at least `dual_clip` · A where A < 0 (Ye et al., arXiv 1912.09729, 2020)
 mask            tokens with A < 0 in rows whose mean log μ/π_θ exceeds `sequence_mask`, if that is set
                 (DeepSeek-V3.2, arXiv 2512.02556, 2025)
 normalisation   mean over all trained tokens of the batch (§3.3)

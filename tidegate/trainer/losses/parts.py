@@ -84,12 +84,10 @@ def ppo_clip(low: float, high: float) -> Surrogate:
     return objective
 
 
-def dual_clipped(bound: float | None, surrogate: Surrogate) -> Surrogate:
+def dual_clipped(bound: float, surrogate: Surrogate) -> Surrogate:
     """surrogate(min(r, bound)) where A < 0; with PPO's it equals max(surrogate(r), bound·A): dual clipping
-    (Ye et al., Mastering Complex Control in MOBA Games, arXiv 1912.09729, 2020). Without a bound (None), the
+    (Ye et al., Mastering Complex Control in MOBA Games, arXiv 1912.09729, 2020). Without a bound, the
     gradient of a token with a negative advantage grows with its ratio without limit."""
-    if bound is None:
-        return surrogate
     log_bound = math.log(bound)
 
     def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,12 @@ from tidegate.trainer.batch.microbatch import (
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
+from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.trainer.policy.experts import use_autocast
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
 from tidegate.weights.cache_argument import cache_argument
+from tidegate.weights.float_logits import float_logits, is_plain
 
 LOGITS_AT_ONCE = 2**26
 """Largest number of logits kept for the backward pass. More are computed in pieces and recomputed in the
@@ -74,7 +77,7 @@ class Forward:
     """Forward pass of a causal LM that skips unneeded logits and computes shared prefixes once.
 
     Either optimisation is used only if a check at construction, in float32, gives the same results as the
-    plain forward pass. Logprobs are computed in float32 from logits of any dtype.
+    plain forward pass. Logits and logprobs are in float32, whatever the dtype of the products.
 
     Raises:
         StartError: if activation checkpointing is on and the model's layers cannot be identified.
@@ -84,16 +87,20 @@ class Forward:
         self.model = model
         self.device = next(model.parameters()).device
         self._ranks = ranks
-        self._autocast = False
+        if settings.device != "cpu":
+            use_repeated_heads(model)
+        self._autocast, self._dtype = False, torch.float32
         self._compute: Compute = self._compute_logprobs
         self._backbone, self._head = _split(model, self.device)
         self.shares = ranks.count == 1 and self._can_share()
         if settings.activation_checkpointing:
             checkpoint_layers(_layers_to_recompute(model))
         # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
-        dtype = getattr(torch, settings.compute_dtype)
-        self._autocast = dtype is torch.bfloat16 and ranks.count == 1
-        self._compute, self.device = ranks.shard_model(model, self._compute_logprobs, dtype)
+        self._dtype = getattr(torch, settings.pass_dtype)
+        self._autocast = self._dtype is torch.bfloat16 and ranks.count == 1
+        if self._autocast:
+            use_autocast(model)
+        self._compute, self.device = ranks.shard_model(model, self._compute_logprobs, self._dtype)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
@@ -133,7 +140,7 @@ class Forward:
 
     def _through_head(self, hidden_nd: Tensor, batch: Microbatch) -> TokenLogprobs:
         def piece(hidden: Tensor, *targets: Tensor) -> TokenLogprobs:
-            return token_logprobs(self._head(hidden), *targets)
+            return token_logprobs(self._logits(hidden), *targets)
 
         size = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
         if len(hidden_nd) <= size:
@@ -146,6 +153,15 @@ class Forward:
             torch.cat(entropies),
             None if batch.teacher_ids_nk is None else torch.cat(top),
         )
+
+    def _logits(self, hidden_nd: Tensor) -> Tensor:
+        """Return the head's logits in float32, whatever the dtype of its products."""
+        if self._dtype is torch.float32:
+            return self._head(hidden_nd)  # type: ignore[no-any-return]
+        if is_plain(self._head):
+            return float_logits(hidden_nd, self._head.weight, self._dtype)
+        with torch.autocast(self.device.type, enabled=False):  # a head with an adapter, say
+            return self._head(hidden_nd.float())  # type: ignore[no-any-return]
 
     def logprobs(self, share: RankShare) -> list[Logprobs]:
         """Compute log π of every trained token of this rank's rows: a float32 [t] per row, 0 elsewhere."""

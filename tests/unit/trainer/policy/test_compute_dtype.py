@@ -12,6 +12,7 @@ import torch
 from tests.unit.trainer.learning_fixtures import make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.policy import forward
 from tidegate.trainer.policy.policy import Policy
 
 GRADIENTS_APART = 0.03
@@ -45,6 +46,35 @@ def test_gradients_are_close_to_those_of_float32(base: Path) -> None:
     relative = float(gap / torch.stack([one.norm() for one in exact]).norm())
     assert 1e-4 < relative < GRADIENTS_APART
     assert metrics[0]["logprob_max_error"] < 1e-5 < metrics[1]["logprob_max_error"] < 0.2
+
+
+def test_the_gradient_of_the_head_adds_up_in_float32_over_pieces(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for logits_at_once in (2**26, 600):
+        monkeypatch.setattr(forward, "LOGITS_AT_ONCE", logits_at_once)
+        policy = load(base, max_grad_norm=1e9)
+        policy.backward(batch(), version=3)
+        found.append(policy.model.get_output_embeddings().weight.grad.clone())
+    whole, pieces = found
+    assert (whole - pieces).norm() < 1e-4 * whole.norm()
+
+
+def test_logprobs_are_of_logits_that_are_not_rounded(base: Path) -> None:
+    """The hidden states are rounded in both; rounded logits would be another 0.01 apart."""
+    policy, rows = load(base), batch()
+    exact = policy.logprobs(rows)
+    policy._forward._logits = policy._forward._head
+    rounded = policy.logprobs(rows)
+    errors = np.concatenate([np.abs(a - b)[row.mask] for a, b, row in zip(exact, rounded, rows, strict=True)])
+    assert errors.mean() > 1e-3
+
+
+def test_passes_are_in_bfloat16_on_a_gpu_unless_the_settings_name_another_type() -> None:
+    assert TrainerSettings().pass_dtype == "float32"
+    assert TrainerSettings(device="cuda").pass_dtype == "bfloat16"
+    assert TrainerSettings(device="cuda:1", compute_dtype="float32").pass_dtype == "float32"
 
 
 def test_parameters_moments_and_logprobs_are_float32(base: Path, tmp_path: Path) -> None:
