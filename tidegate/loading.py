@@ -50,7 +50,10 @@ def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, s
             f"built in are {', '.join(builtin)}, and your own are 'file.py:Name' or 'module:Name'"
         )
     if where.endswith(".py") and not Path(where).is_file():
-        raise ConfigError(f"{where}: there is no such file to load the {what} from")
+        raise ConfigError(
+            f"{where}: there is no such file to load the {what} from: looked for {Path(where).absolute()}; "
+            "give its path, absolute or from the directory of the start"
+        )
     return where, name
 
 

@@ -258,7 +258,12 @@ def test_a_batch_is_selected_whole_or_in_streamed_minibatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("a = [", "not valid TOML"), (None, "no such settings file"), ("\xff", "not valid")]
+    ("text", "words"),
+    [
+        ("a = [", "not valid TOML"),
+        (None, "no such settings file"),
+        ("\xff", "not valid UTF-8: byte 0xff at position 0; save it as UTF-8"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> None:
     path = tmp_path / "c.toml"
@@ -267,6 +272,32 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str | None, words: str) -> No
     with pytest.raises(ConfigError, match=words) as caught:
         load_settings(path)
     assert "c.toml" in str(caught.value)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"\xef\xbb\xbf[model]\r\npath = 'm'\r\n")
+    assert load_settings(path).model.path == Path("m")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--trainr.lr=1", "^the command line: there is no setting 'trainr'"),
+        ("--trainer.group_size=1", r"c\.toml with the command line: baseline = 'group'"),
+        (
+            "--agent.options={command = [node]}",
+            r"^the command line: agent.options = .*: must be a table, as ",
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_not_charged_to_the_file(
+    tmp_path: Path, override: str, words: str
+) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[model]\npath = "m"\n')
+    with pytest.raises(ConfigError, match=words):
+        load_settings(path, [override])
 
 
 def test_a_list_on_the_command_line_is_toml_or_its_elements() -> None:

@@ -201,7 +201,7 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
     settings = settings_of(tmp_path / "Qwen3-0.6B", tmp_path / "runs", gateway={"admin_key": "s3cret"})
     text = describe(settings)
     assert "596,049,920 parameters" in text
-    assert "tokenizer_config.json does not exist" in text
+    assert "there is no such directory" in text
     assert "s3cret" not in text
     assert "tidegate engine --model.path=" in text
     assert list(tmp_path.iterdir()) == []
@@ -264,7 +264,11 @@ def test_the_content_of_the_run_directory_is_reported(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--agent.use={}/my_agent.py:f", "{}/my_agent.py: there is no such file to load the agent from"),
+        (
+            "--agent.use=my_agent.py:f",
+            "my_agent.py: there is no such file to load the agent from: "
+            f"looked for {Path.cwd()}/my_agent.py; give its path",
+        ),
         ("--agent.use=solvr", "did you mean 'solver'?"),
         ("--env.use={}/env.py:Mine", "{}/env.py: there is no such file to load the environment from"),
     ],
@@ -358,3 +362,9 @@ def test_engines_and_ranks_of_a_machine_are_planned_on_their_own_gpus(
         assert {item.device for item in memory_plan(settings, read_shape(BASE))} == devices
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert any("need 1 + 2 × 1 GPUs" in fault for fault in obstacles(settings))
+
+
+def test_a_missing_model_is_reported_with_the_command_that_fetches_it(tmp_path: Path) -> None:
+    settings = settings_of(Path("Qwen/Qwen3-0.6B"), tmp_path)
+    [found] = [text for text in obstacles(settings) if text.startswith("model.path")]
+    assert "tidegate convert Qwen/Qwen3-0.6B --out models/Qwen3-0.6B" in found

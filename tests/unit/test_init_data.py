@@ -26,8 +26,8 @@ def rows(question: str, answer: str, value: str = "#### {n}") -> list[dict[str, 
     return [{question: f"Say {n}.", answer: value.format(n=n)} for n in range(20)]
 
 
-@pytest.mark.parametrize("question", ["question", "prompt", "problem", "input", "instruction"])
-@pytest.mark.parametrize("answer", ["answer", "solution", "output", "target"])
+@pytest.mark.parametrize("question", ["question", "prompt", "problem", "input", "instruction", "Question"])
+@pytest.mark.parametrize("answer", ["answer", "solution", "output", "target", "ANSWER"])
 def test_columns_are_found_by_their_names(tmp_path: Path, question: str, answer: str) -> None:
     options = inspect_data(jsonl(tmp_path / "d.jsonl", rows(question, answer))).options
     assert (options["prompt"], options["answer"]) == (question, answer)
@@ -36,8 +36,8 @@ def test_columns_are_found_by_their_names(tmp_path: Path, question: str, answer:
 @pytest.mark.parametrize(
     ("columns", "given", "problem"),
     [
-        ({"q": "1", "a": "1"}, {}, "has the columns q, a; none is named as questions are"),
-        ({"question": "1", "a": "1"}, {}, "none is named as answers are"),
+        ({"q": "1", "a": "1"}, {}, "has the columns q, a; none is named question, prompt"),
+        ({"question": "1", "a": "1"}, {}, "none is named answer, solution"),
         ({"question": "1", "prompt": "1", "answer": "1"}, {}, "question and prompt may each be the question"),
         ({"question": "1", "answer": "1", "output": "1"}, {}, "answer and output may each be the answer"),
         ({"q": "1", "a": "1"}, {"question": "p"}, "there is no column 'p' for --question: .* columns q, a"),

@@ -145,6 +145,10 @@ def _endpoint(arguments: argparse.Namespace, target: Target | None) -> ModelEndp
                     "tidegate eval DIRECTORY"
                 )
         return None
+    if not arguments.url.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"--url {arguments.url}: it must begin with http:// or https://, as http://host:8000/v1"
+        )
     if target is not None:
         raise ConfigError(f"give either {target.weights} or --url, not both")
     if arguments.model is None:

@@ -32,7 +32,7 @@ def add(subparsers: Subparsers) -> None:
         "--stateful", action="store_true", help="an environment with a state and tools, and the agent `chat`"
     )
     kind.add_argument(
-        "--data", type=Path, metavar="FILE", help="train on the questions of a .jsonl or .parquet file"
+        "--data", type=Path, metavar="FILE", help="train on the questions of a .jsonl, .csv or .parquet file"
     )
     kind.add_argument(
         "--example", metavar="NAME", help="an example of the repository with its model, such as demo"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.doctor.model import has_template
+from tidegate.doctor.model import has_template, refuse_incomplete
 from tidegate.errors import ConfigError, StartError, TidegateError
 from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.service.directory_lock import refuse_if_in_use
@@ -149,6 +149,12 @@ def _missing_files(settings: Settings) -> Iterator[str]:
         if teacher.path is not None:
             models[f"trainer.teacher.{f'by_env.{env}.' if env else ''}path"] = teacher.path
     for name, model in models.items():
+        if name == "model.path" and not model.is_dir():
+            try:
+                refuse_incomplete(model)
+            except StartError as error:
+                yield str(error)
+            continue
         for needed in ("config.json", "tokenizer_config.json"):
             if not (model / needed).is_file():
                 yield f"{name} = {model}: {needed} does not exist"

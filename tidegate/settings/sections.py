@@ -242,14 +242,19 @@ def split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such settings file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory; name the settings file in it") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not valid UTF-8: byte {error.object[error.start]:#x} at position {error.start}; "
+            "save it as UTF-8"
+        ) from None
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -346,7 +351,10 @@ def _without_none(value: Any) -> Any:
 def _explain(error: Any, file: Path | None, given: Collection[str], model: type[BaseModel]) -> str:
     """Explains an error of validation. Keys in `given` are of the command line, the others of the file."""
     key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
+    inside = [name for name in given if is_within(name, [key])] if key else given
     where = "the command line" if file is None or key in given else str(file)
+    if inside and where == str(file):
+        where = "the command line" if error["type"] == "extra_forbidden" else f"{file} with the command line"
     if error["type"] == "extra_forbidden":
         return f"{where}: there is no setting {key!r}{_instead(key, model)}"
     if error["type"] == "missing":
@@ -358,6 +366,8 @@ def _explain(error: Any, file: Path | None, given: Collection[str], model: type[
         return f"{where}: {key} is a section, not a value{_instead(key, model)}"
     if error["type"] in ("string_type", "path_type"):
         message = "must be text; write it in quotes"
+    if error["type"] == "dict_type":
+        message = """must be a table, as '{name = "text", number = 1}'; write texts in quotes"""
     if not key or (key in model.model_fields and _sections(model.model_fields[key].annotation)):
         return f"{where}: {message}"  # an error of the whole section, which names the keys itself
     if isinstance(error["input"], dict):

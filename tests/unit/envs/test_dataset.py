@@ -13,6 +13,7 @@ import pytest
 
 from tidegate.envs.base import load_environment
 from tidegate.envs.datasets.dataset import Dataset
+from tidegate.envs.datasets.rows import read_rows
 from tidegate.errors import ConfigError
 
 ROWS = [{"prompt": f"What is {n} + {n}?", "answer": 2 * n, "level": n % 3} for n in range(40)]
@@ -269,3 +270,39 @@ def test_the_gold_output_of_mathematics_is_boxed(data: str) -> None:
     environment = Dataset(data, rewards=["math_verify"])
     task = environment.train_task(0)
     assert environment.gold_output(task) == f"\\boxed{{{task.answer}}}"
+
+
+@pytest.mark.parametrize(("separator", "mark"), [(",", b""), (";", b"\xef\xbb\xbf"), ("\t", b"")])
+def test_csv_rows_are_texts(tmp_path: Path, separator: str, mark: bytes) -> None:
+    lines = [
+        ["question", "answer"],
+        ['"He said ""a,b;c"".\nWhy?"', "12"],
+        ["große Katze?", '"1,5"'],
+        ["q3", "x"],
+    ]
+    text = "\r\n".join(separator.join(line) for line in lines) + "\r\n\r\n"
+    (tmp_path / "d.csv").write_bytes(mark + text.encode())
+    values = [row.values for row in read_rows(tmp_path / "d.csv")]
+    assert values == [
+        {"question": 'He said "a,b;c".\nWhy?', "answer": "12"},
+        {"question": "große Katze?", "answer": "1,5"},
+        {"question": "q3", "answer": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"q,a\n1,2\n3\n", r"row 2: it does not have the 2 cells of the header"),
+        (b"q,a\n1,2,3\n", r"row 1: it does not have the 2 cells of the header; .*\(','\) in quotes"),
+        (b"q,a,q\n1,2,3\n", "the header has 'q' twice"),
+        (b"q,a\n\xfc,1\n", "not UTF-8"),
+        (b'q,a\n"x"y,1\n', "cannot be read as CSV"),
+        (b"", "contains no rows"),
+        (b"q,a\n", "contains no rows"),
+    ],
+)
+def test_csv_that_would_lose_values_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "d.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        read_rows(tmp_path / "d.csv")

@@ -43,7 +43,7 @@ def inspect_data(path: Path, question: str | None = None, answer: str | None = N
     """Reads a data file and decides how the environment `dataset` uses it.
 
     Args:
-        path: A `.jsonl` or `.parquet` file.
+        path: A `.jsonl`, `.csv` or `.parquet` file.
         question: Column of the questions; None: it is found by its name.
         answer: Column of the answers; None: it is found by its name.
 
@@ -80,10 +80,12 @@ def _column(path: Path, columns: Sequence[str], what: str, given: str | None, na
         if given not in columns:
             raise ConfigError(f"there is no column {given!r} for --{what}: {has}")
         return given
-    found = [name for name in names if name in columns]
+    found = [column for column in columns if column.strip().lower() in names]
     if len(found) == 1:
         return found[0]
-    problem = f"{' and '.join(found)} may each be the {what}" if found else f"none is named as {what}s are"
+    problem = (
+        f"{' and '.join(found)} may each be the {what}" if found else f"none is named {', '.join(names)}"
+    )
     raise ConfigError(f"{has}; {problem}: name the columns with --question COLUMN --answer COLUMN")
 
 

@@ -1,4 +1,4 @@
-"""The environment `dataset`: rows of the user's JSONL or parquet file, configured by settings alone."""
+"""The environment `dataset`: rows of the user's JSONL, CSV or parquet file, configured by settings alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Dataset(Finite):
     """Makes a task of each row of a file. Columns other than the answer become the task's `info`.
 
     Args:
-        path: A `.jsonl` or `.parquet` file.
+        path: A `.jsonl`, `.csv` or `.parquet` file.
         eval_path: Another such file with the held-out rows.
         eval_fraction: Share of the rows of `path` that is held out, instead of `eval_path` (default 0.1). A
             hash of the prompt selects them, so equal prompts are on the same side, and the order of the file

@@ -1,7 +1,8 @@
-"""Reads the rows of a data file (JSONL or parquet), with their line numbers for errors."""
+"""Reads the rows of a data file (JSONL, CSV or parquet), with their line numbers for errors."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from tidegate.program import advise_extra
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """One row; `number` is its line (JSONL) or its position (parquet), from 1."""
+    """One row; `number` is its line (JSONL) or its position (CSV, parquet), from 1."""
 
     file: Path
     number: int
@@ -47,23 +48,20 @@ class DataRow:
 
     @property
     def position(self) -> str:
-        return f"{'row' if is_parquet(self.file) else 'line'} {self.number}"
+        return f"{'row' if self.file.suffix in ('.csv', '.parquet') else 'line'} {self.number}"
 
 
 def read_rows(path: Path) -> list[DataRow]:
-    """Reads all rows of a `.jsonl` or `.parquet` file; raises ConfigError, which names file and line."""
+    """Reads a `.jsonl`, `.csv` or `.parquet` file; raises ConfigError, which names file and line."""
     if path.is_dir():
-        raise ConfigError(f"{path} is a directory; name the .jsonl or .parquet file in it")
+        raise ConfigError(f"{path} is a directory; name the .jsonl, .csv or .parquet file in it")
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such data file")
-    rows = list(_parquet(path) if is_parquet(path) else _jsonl(path))
+    readers = {".parquet": _parquet, ".csv": _csv}
+    rows = list(readers.get(path.suffix, _jsonl)(path))
     if not rows:
         raise ConfigError(f"{path} contains no rows")
     return rows
-
-
-def is_parquet(path: Path) -> bool:
-    return path.suffix == ".parquet"
 
 
 def _jsonl(path: Path) -> Iterator[DataRow]:
@@ -83,6 +81,32 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
             if not isinstance(values, dict):
                 raise ConfigError(f"{where}: {_short(values)}, not an object with keys")
             yield DataRow(path, number, values)
+
+
+def _csv(path: Path) -> Iterator[DataRow]:
+    """Yields the rows below the header, with texts in columns separated by commas, semicolons or tabs."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = file.readline()
+            file.seek(0)
+            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count), strict=True)
+            columns = reader.fieldnames or ()
+            if twice := {name for name in columns if columns.count(name) > 1}:
+                raise ConfigError(
+                    f"{path}: the header has {', '.join(map(repr, twice))} twice; rename one column"
+                )
+            for number, values in enumerate(reader, 1):
+                row = DataRow(path, number, values)
+                if None in values or None in values.values():
+                    raise row.error(
+                        f"it does not have the {len(columns)} cells of the header; put a text that has a "
+                        f"separator ({reader.reader.dialect.delimiter!r}) in quotes"
+                    )
+                yield row
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: {error.reason}; save it as UTF-8") from None
+    except csv.Error as error:
+        raise ConfigError(f"{path} cannot be read as CSV: {error}") from None
 
 
 def _no_constant(name: str) -> Any:
