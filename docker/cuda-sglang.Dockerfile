@@ -20,7 +20,8 @@ COPY tidegate tidegate
 COPY examples examples
 RUN python3 -m venv /opt/tidegate \
     && /opt/tidegate/bin/pip install --no-cache-dir '.[train,lora]' && rm -rf /src/build \
-    && /opt/sglang/bin/pip freeze | grep '^nvidia-nccl' > /opt/nccl.txt \
+    && /opt/sglang/bin/pip freeze > /opt/sglang.txt \
+    && grep '^nvidia-nccl' /opt/sglang.txt > /opt/nccl.txt \
     && /opt/tidegate/bin/pip install --no-cache-dir --no-deps -r /opt/nccl.txt \
     && useradd --create-home --uid 1001 tidegate \
     && install -d -o tidegate /work /work/runs
