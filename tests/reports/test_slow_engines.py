@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ async def test_a_clients_own_timeout_blames_neither_engine_nor_task(stage: Stage
     error = f"{type(raised.value).__name__}: {raised.value}"
     found = await stage.client.finish(access.session_id, outcome="agent_error", error=error)
     assert (found.outcome, found.engine_wait_s > 0) == (Outcome.TIMEOUT, True)
+
+
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+async def test_a_clock_that_is_set_during_a_call_changes_no_wait(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    now, (access, llm) = time.time, await opened(stage)
+    stage.engine.faults.extend([Fault("hang")] * 2)
+    left = asyncio.create_task(ask(llm.with_options(timeout=0.2, max_retries=0)))
+    running = asyncio.create_task(ask(llm))
+    await stage.engine.until(lambda: len(stage.engine.requests) == 2)
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    session = stage.gateway.session(access.session_id)
+    with pytest.raises(openai.APITimeoutError):
+        await left
+    await eventually(lambda: session.slow is not None)
+    assert session.slow is not None
+    wait = session.waits(asyncio.get_running_loop().time())
+    assert wait is not None
+    assert [0 <= one.seconds < 60 for one in (session.slow, wait)] == [True, True]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_an_agent_that_fails_by_itself_is_to_blame_though_it_left_a_call(stage: Stage) -> None:

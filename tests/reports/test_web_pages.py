@@ -26,7 +26,15 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", ""]
+    "host",
+    [
+        "evil.example",
+        "evil.example:80",
+        "127.0.0.1.evil.example",
+        "10.0.0.1",
+        "",
+        "evil.example:80@127.0.0.1",
+    ],
 )
 async def test_a_foreign_host_name_is_refused(url: str, host: str) -> None:
     """nomic-ai/gpt4all#3587, NousResearch/hermes-agent#21939, odysseus-dev/odysseus#2887"""

@@ -139,7 +139,13 @@ class Gateway:
 
     def _resume_sessions(self, recovered: Recovered) -> None:
         """Restores the journal's sessions and finishes those that were being finished."""
+        now = asyncio.get_running_loop().time()
         for session in recovered.sessions:
+            # Times are stored by a clock that may have been set back since: nothing is kept for longer.
+            if session.deadline < math.inf and session.deadline_s is not None:
+                session.deadline = min(session.deadline, now + session.deadline_s)
+            if session.forget_at is not None:
+                session.forget_at = min(session.forget_at, now + self.options.retention_s)
             self.sessions.add(session)
             self.attempts.restore(session)
             self.states.restore(session)

@@ -11,8 +11,33 @@ import aiohttp
 from yarl import URL
 
 
+class RedirectError(aiohttp.ClientError):
+    """A server redirected a request, which is not followed."""
+
+
+def unredirected() -> list[aiohttp.TraceConfig]:
+    """Returns the `trace_configs` of a session in which a redirect raises RedirectError.
+
+    A server could have the request repeated at any address that this machine reaches, and read the reply.
+    """
+
+    async def refuse(_session: Any, _context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
+        place = redirect.response.headers.get("Location", "no address")[:300]
+        redirect.response.close()
+        raise RedirectError(
+            f"{redirect.method} {redirect.url} was redirected to {place}, which is not followed: if the "
+            "server has moved, give its new address"
+        )
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return [trace]
+
+
 class HttpClient:
     """Owns the connections of one event loop, opened by the first request and closed by `close`.
+
+    It follows no redirects: they raise RedirectError.
 
     Args:
         api_key: Key sent with every request, or None.
@@ -47,7 +72,9 @@ class HttpClient:
     def _connect(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
-        return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        return aiohttp.ClientSession(
+            connector=connector, timeout=timeout, headers=self._headers, trace_configs=unredirected()
+        )
 
     async def _send(
         self, method: str, url: str | URL, data: bytes | None = None, key: str | None = None

@@ -61,11 +61,11 @@ class LocalOnly:
         return guard
 
     def _refusal(self, headers: Mapping[bytes, bytes]) -> Refusal | None:
-        host, origin = _host(b"//" + headers.get(b"host", b"localhost")), headers.get(b"origin")
-        if self._on_loopback and not is_loopback(host):
+        host, origin = headers.get(b"host", b"localhost"), headers.get(b"origin")
+        if self._on_loopback and not is_loopback(_host(b"//" + host)):
             return 403, (
-                f"host name {host!r} refused: this server has no key and serves this machine only; call it "
-                "at http://127.0.0.1, or give it a key"
+                f"host name {host.decode('latin-1')[:200]!r} refused: this server has no key and serves this "
+                "machine only; call it at http://127.0.0.1, or give it a key"
             )
         if origin is not None and not is_loopback(_host(origin)):
             return 403, f"origin {origin.decode('latin-1')[:200]!r} refused: this server has no key"
@@ -79,7 +79,8 @@ class LocalOnly:
 
 
 def _host(address: bytes) -> str:
+    """Returns the host name of an address; empty if it is invalid or has a user part, which hides it."""
     try:
-        return urlsplit(address.decode("latin-1")).hostname or ""
+        return "" if b"@" in address else urlsplit(address.decode("latin-1")).hostname or ""
     except ValueError:
         return ""

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,22 @@ async def test_orphans_expire_after_a_restart_and_sealed_groups_do_not(
         later.gateway.session(loose.session_id).forget_at = 0.0
         await eventually(lambda: {one.id for one in left.all()} == {sealed.session_id})
         assert [group.id for group in await later.client.lease(1, 9)] == ["g"]
+
+
+async def test_a_clock_that_is_set_back_keeps_no_session_for_longer(
+    stage: Stage, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: now() + 1e6)
+        access, ended = [await stage.client.open_session(task=TASK, deadline_s=60) for _ in range(2)]
+        await stage.client.finish(ended.session_id, reward=1.0)
+        journal = killed(tmp_path)
+    async with staged(model, journal=journal, retention_s=50.0) as later:
+        left_s = later.gateway.session(access.session_id).deadline - asyncio.get_running_loop().time()
+        forget_at = later.gateway.session(ended.session_id).forget_at
+        assert forget_at is not None
+        assert (left_s <= 60, forget_at - asyncio.get_running_loop().time() <= 50) == (True, True)
 
 
 async def test_repeated_openings_share_one_write(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,11 +198,9 @@ def test_a_number_of_many_digits_is_redacted_in_arguments(number: str) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("text", "text", "text"), ("input_text", "text", "output_text")])
-def test_a_text_split_over_content_parts_is_redacted(kinds: tuple[str, ...]) -> None:
-    parts = [
-        {"type": kind, "text": text}
-        for kind, text in zip(kinds, ("to anna", "@exam", "ple.org and"), strict=True)
-    ]
+@pytest.mark.parametrize("texts", [("to anna", "@exam", "ple.org and"), ("to anna", "@", "example.org and")])
+def test_a_text_split_over_content_parts_is_redacted(kinds: tuple[str, ...], texts: tuple[str, ...]) -> None:
+    parts = [{"type": kind, "text": text} for kind, text in zip(kinds, texts, strict=True)]
     whole = [{"type": kinds[0], "text": "to (address) and"}]
     for body in ({"messages": [{"content": parts}]}, {"system": parts}, {"input": [{"content": parts}]}):
         redacted = json.loads(redact_body(json.dumps(body).encode(), without_addresses))

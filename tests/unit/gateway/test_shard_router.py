@@ -12,7 +12,9 @@ from starlette.requests import Request
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError, GatewayError
 from tidegate.gateway.sharding.fleet import Answer
+from tidegate.gateway.sharding.proxy import ReverseProxy
 from tidegate.gateway.sharding.router import ShardRouter
+from tidegate.gateway.sharding.shard import shard_of_id
 
 ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
 
@@ -72,3 +74,19 @@ def test_a_reward_that_is_called_as_another_metric_is_refused(tmp_path: Any) -> 
     )
     with pytest.raises(ConfigError, match="a reward is named 'mean', but reward/mean"):
         load_environment(f"{tmp_path}/mine.py:Mine", {})
+
+
+@pytest.mark.parametrize("name", ["2.x", "9" * 5000 + ".x", "-1.x", "٣.x", "01.x", ".x", "x", ""])
+async def test_an_id_that_names_no_shard_is_unknown(name: str) -> None:
+    """Python refuses to read integers of more than 4300 digits."""
+    shards: Any = [SimpleNamespace(index=0), SimpleNamespace(index=1)]
+    assert [shard_of_id(f"{prefix}{index}.x", 2) for prefix in ("", "tg-") for index in (0, 1)] == [0, 1] * 2
+    assert shard_of_id(name, 2) is None
+    router = ShardRouter(shards, None, lambda _: None)
+    with pytest.raises(GatewayError, match=r"there is no session") as refused:
+        router._shard_of("session", name)
+    assert refused.value.status == 404
+    proxy = ReverseProxy(router.fleet)
+    for path in (f"/s/{name}/v1/chat/completions", f"/attempts/{name}/heartbeat"):
+        scope = {"path": path, "headers": [(b"x-api-key", f"tg-{name}".encode())]}
+        assert proxy._shard(scope) is shards[0], "which refuses it"

@@ -19,6 +19,7 @@ from tidegate.envs.adapters.library import run_apart, task_seed
 from tidegate.envs.base import Done
 from tidegate.envs.rewards import Grade
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.service.http_client import unredirected
 from tidegate.types import Message, Task
 
 LIMIT_S = 30.0
@@ -44,7 +45,7 @@ class RemoteGame:
 
     @classmethod
     async def connect(cls, url: str) -> RemoteGame:
-        http = aiohttp.ClientSession()
+        http = aiohttp.ClientSession(trace_configs=unredirected())
         try:
             async with asyncio.timeout(LIMIT_S):
                 socket = await http.ws_connect(f"{url}/ws", max_msg_size=MESSAGE_BYTES)
@@ -197,7 +198,10 @@ class OpenEnv(Games):
         """Returns the action's field for replies, and its type."""
 
         async def fetch() -> Any:
-            async with aiohttp.ClientSession() as http, http.get(f"{self._url}/schema") as answer:
+            async with (
+                aiohttp.ClientSession(trace_configs=unredirected()) as http,
+                http.get(f"{self._url}/schema") as answer,
+            ):
                 answer.raise_for_status()
                 return await answer.json()
 

@@ -19,7 +19,7 @@ from tidegate.envs.judge.cache import ReplyCache
 from tidegate.envs.judge.prompts import JudgePrompt, UnreadableReplyError, read_scores
 from tidegate.errors import RewardError, RewardUnavailableError, StorageError
 from tidegate.service.backoff import backoff_s
-from tidegate.service.http_client import HttpClient, error_in
+from tidegate.service.http_client import HttpClient, RedirectError, error_in
 from tidegate.settings.judge import LONGEST_DELAY_S, JudgeSettings
 
 log = logging.getLogger("tidegate.envs.judge")
@@ -158,7 +158,8 @@ class Verdicts(HttpClient):
             limit_s = self._settings.timeout_s
             raise _FailedCallError(f"no reply within {limit_s:g} s (env.judge.timeout_s)") from None
         except aiohttp.ClientError as error:
-            raise _FailedCallError(f"{type(error).__name__}: {error}") from None
+            final = isinstance(error, RedirectError)
+            raise _FailedCallError(f"{type(error).__name__}: {error}", final=final) from None
         if response.status != 200:
             said = error_in(content).get("message") or content[:200].decode("utf-8", "replace")
             final = response.status < 500 and response.status not in RETRIED

@@ -19,7 +19,7 @@ from tidegate.errors import RewardError, RewardUnavailableError, StartError, Unr
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.service import exact
 from tidegate.service.backoff import backoff_s
-from tidegate.service.http_client import HttpClient, bearer
+from tidegate.service.http_client import HttpClient, RedirectError, bearer
 from tidegate.types import Message, Scored, Task, Trajectory, to_wire
 
 log = logging.getLogger("tidegate.gateway.environments.client")
@@ -145,6 +145,8 @@ class EnvironmentClient(HttpClient):
                     raise EpisodeLostError(f"{url}: status {response.status}: {content[:200].decode()}")
                 answer: dict[str, Any] = exact.unpack(content.lstrip(_PADDING))
                 return answer
+            except RedirectError as error:
+                raise EpisodeLostError(str(error)) from None
             except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
                 if responds:  # it was there until now, perhaps for longer than `within_s`
                     failures, broken, until = 0, broken + 1, time.monotonic() + within_s

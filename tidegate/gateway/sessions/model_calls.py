@@ -61,6 +61,11 @@ class ModelCall:
         return self.node is not None or self.refusal is not None
 
     @property
+    def seconds(self) -> float:
+        """Seconds since it started, on a clock that is never set."""
+        return time.perf_counter() - self.clock
+
+    @property
     def recorded(self) -> TurnNode:
         """The turn of a call that is done and was not refused."""
         assert self.node is not None, "the call is done"
@@ -123,7 +128,7 @@ class ModelCall:
             cached_tokens=result.cached_tokens,
             branch=self.branch,
             started=self.started,
-            seconds=time.perf_counter() - self.clock,
+            seconds=self.seconds,
             parse=self.reader.status,
             exempt=self.exempt,
             structured=self.structured,

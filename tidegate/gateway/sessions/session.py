@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
@@ -203,7 +202,7 @@ class GatewaySession(SessionRequest):
         which ended without a reply, or of all replies if they took half of the time until the deadline."""
         for call in sorted(self.calls.running, key=lambda call: call.ordinal):
             if (load := call.engine_request.load()) is not None:
-                self.note_slow(load, now - (time.time() - call.started))
+                self.note_slow(load, now - call.seconds)
                 break
         spent_s = sum(node.turn.seconds for node in self.tree.nodes)
         if self.slow is None and spent_s >= (self.deadline - self.opened) / 2:

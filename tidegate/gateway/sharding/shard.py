@@ -31,8 +31,7 @@ def id_prefix(index: int) -> str:
 def shard_of_id(token: str, shards: int) -> int | None:
     """The shard index in an id or key; None if it is invalid."""
     index, dot, _ = token.removeprefix("tg-").partition(".")
-    valid = dot and index.isascii() and index.isdecimal() and int(index) < shards
-    return int(index) if valid else None
+    return int(index) if dot and index in map(str, range(shards)) else None
 
 
 def shard_of_group(group_id: str, shards: int) -> int:

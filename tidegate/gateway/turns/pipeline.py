@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -222,8 +221,7 @@ class TurnPipeline:
             self._metrics.abandoned_calls += 1
             session.calls.on_abandoned(call)
             if (load := call.engine_request.load()) is not None:
-                waited_s = time.time() - call.started
-                session.note_slow(load, asyncio.get_running_loop().time() - waited_s, given_up=True)
+                session.note_slow(load, asyncio.get_running_loop().time() - call.seconds, given_up=True)
             # Set at once, so that a retry that arrives before the task ends does not join this call.
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from tidegate.gateway.errors import ApiError
@@ -114,14 +115,14 @@ def redact_value(value: Any, redaction: Redaction, *, free: bool = False, depth:
 def _joined(parts: list[Any], redaction: Redaction) -> list[Any]:
     """Returns content parts; adjacent texts over which a text to redact is split are joined."""
     joined: list[Any] = []
-    for part in parts:
-        last: Any = joined[-1] if joined else None
-        if _has_text(last) and _has_text(part):
-            apart = redact_text(last["text"], redaction) + redact_text(part["text"], redaction)
-            if redact_text(last["text"] + part["text"], redaction) != apart:
-                joined[-1] = {**last, "text": last["text"] + part["text"]}
-                continue
-        joined.append(part)
+    for have_text, group in groupby(parts, _has_text):
+        adjacent = list(group)
+        if have_text and len(adjacent) > 1:
+            text = "".join(part["text"] for part in adjacent)
+            apart = "".join(redact_text(part["text"], redaction) for part in adjacent)
+            if redact_text(text, redaction) != apart:
+                adjacent = [{**adjacent[0], "text": text}]
+        joined += adjacent
     return joined
 
 
