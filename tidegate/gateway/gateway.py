@@ -39,6 +39,7 @@ from tidegate.gateway.sessions.session import (
 from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PromptBuilder, model_context
+from tidegate.gateway.turns.request_body import HeldBodies
 from tidegate.gateway.turns.request_reader import Threads
 from tidegate.service import exact
 from tidegate.service.tracing import Spans, check_tracing
@@ -64,6 +65,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.sessions = SessionStore()
         self.threads = Threads()
+        self.bodies = HeldBodies()
         self.groups = GroupStore(
             self.journal,
             self.sessions.of_group,

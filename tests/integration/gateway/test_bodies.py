@@ -73,10 +73,39 @@ async def test_without_a_key_the_router_reads_no_body(path: str) -> None:
     assert await Asked(router, path, wrong, 600).run() == (401, 0)
 
 
-@pytest.mark.parametrize("path", ["/groups/a/v1/b/seal", "/sessions", "/groups/lease", "/health"])
-async def test_with_the_key_bodies_are_bounded(stage: Stage, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "megabytes"),
+    [("/groups/a/v1/b/seal", 65), ("/sessions", 65), ("/groups/lease", 65), ("/health", 2)],
+)
+async def test_with_the_key_bodies_are_bounded(stage: Stage, path: str, megabytes: int) -> None:
     asked = Asked(create_app(stage.gateway), path, {"authorization": "Bearer admin"}, 600)
-    assert await asked.run() == (413, 65)
+    assert await asked.run() == (413, megabytes)
+
+
+async def test_calls_of_tools_are_bounded(stage: Stage) -> None:
+    access, _ = await opened(stage)
+    headers = {"authorization": f"Bearer {access.api_key}", "content-type": "application/json"}
+    app = create_app(stage.gateway)
+    for path in ("tools/a", "mcp"):
+        asked = Asked(app, f"/s/{access.session_id}/{path}", headers, 600)
+        assert await asked.run() == (413, 2), path
+
+
+async def test_without_a_key_health_takes_no_large_body(stage: Stage) -> None:
+    assert await Asked(create_app(stage.gateway), "/health", {}, 600).run() == (413, 2)
+
+
+async def test_the_bytes_of_one_session_are_bounded_and_no_other_one_notices(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "HELD_BODIES", 3 * 2**20)
+    access, llm = await opened(stage)
+    app = create_app(stage.gateway)
+    headers = {"authorization": f"Bearer {access.api_key}"}
+    for path in ("v1/chat/completions", "v1/messages/count_tokens", "respond"):
+        assert await Asked(app, f"/s/{access.session_id}/{path}", headers, 600).run() == (429, 4), path
+    assert await llm.chat.completions.create(model="m", messages=TASK.messages)
+    assert not stage.gateway.bodies._held, "all were counted off again"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/groups/a/v1/b/seal", "/groups/lease"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from openai import AsyncOpenAI, RateLimitError
+from openai import AsyncOpenAI, BadRequestError, RateLimitError
 
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.test_clients import call as group_call
@@ -19,7 +21,10 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients import conversations, groups
 from tidegate.gateway.engines.engine import PoolOptions
+from tidegate.gateway.errors import ApiError
 from tidegate.gateway.project_keys import create_key
+from tidegate.gateway.turns import request_body
+from tidegate.gateway.turns.redaction import redact_body
 
 EPISODE = {"task_id": "t"}
 
@@ -179,3 +184,54 @@ async def test_rewards_of_keys_are_bounded_without_any_setting(
             async with http.post(url, json={"reward": value}, headers=headers) as response:
                 assert response.status == 400
                 assert "is outside gateway.reward_range" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["v1/feedback", "v1/groups/g/episodes", "v1/groups/g/seal"])
+async def test_routes_without_texts_of_a_model_take_no_large_body(
+    stage: Stage, keys: dict[str, str], path: str
+) -> None:
+    body = json.dumps({"id": "x" * request_body.SMALL_BODY}).encode()
+    headers = {"Authorization": f"Bearer {keys['hostile']}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as http,
+        http.post(f"{stage.url}/{path}", data=body) as response,
+    ):
+        assert response.status == 413
+        assert "the body is larger than 1048576 bytes" in await response.text()
+
+
+async def test_a_key_whose_bodies_are_large_is_refused_and_another_is_not(
+    stage: Stage, keys: dict[str, str], users: dict[str, AsyncOpenAI], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "HELD_BODIES", 10**6)
+    gone = asyncio.Event()
+
+    async def unfinished() -> AsyncIterator[bytes]:
+        yield b"[" + b" " * 900_000
+        await gone.wait()
+
+    async def send(key: str) -> None:
+        headers = {"Authorization": f"Bearer {keys[key]}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            with contextlib.suppress(aiohttp.ClientError):
+                await http.post(f"{stage.url}/v1/chat/completions", data=unfinished())
+
+    held = stage.gateway.bodies._held
+    sending = asyncio.create_task(send("hostile"))
+    await eventually(lambda: held["key hostile"] > 900_000)
+    long = "word " * 60_000
+    with pytest.raises(RateLimitError, match="bodies of 900001 bytes are being read for this key"):
+        await say(users["hostile"], [], long)
+    with pytest.raises(BadRequestError, match="the prompt alone has at least"):
+        await say(users["honest"], [], long)
+    gone.set()
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    await eventually(lambda: not held["key hostile"])
+
+
+async def test_a_body_of_too_many_values_is_refused_before_it_is_redacted() -> None:
+    body = b'{"messages": [' + b"[]," * request_body.MAX_VALUES + b"1]}"
+    with pytest.raises(ApiError, match="more than 1000000 values") as refused:
+        redact_body(body, str)
+    assert refused.value.status == 413

@@ -94,7 +94,7 @@ class AuthMiddleware:
                 raise wrong
             if path not in _OPEN:
                 self._admin.check(headers.get(b"authorization", b"").decode("latin-1"))
-            body = await read_body(receive)
+            body = await read_body(receive, small=path in _OPEN)
         except ClientGone:
             return
         except (GatewayError, ApiError) as refusal:

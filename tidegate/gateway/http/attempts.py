@@ -93,7 +93,7 @@ async def _give(
 async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers with attempts; they are queued again if the client disconnects before."""
     own = _is_own(gateway, bearer_key(scope))
-    poll = schemas.read(schemas.NextAttempts, await read_body(receive))
+    poll = schemas.read(schemas.NextAttempts, await read_body(receive, small=True))
     gateway.attempts.claim(poll.worker, poll.secret, own=own)
     taking = gateway.attempts.take(poll.worker, poll.capacity, poll.wait_s, own=own)
     taken = await unless_disconnected(receive, taking, gateway.attempts.give_back)
@@ -114,7 +114,7 @@ def _answer(gateway: Gateway, worker: str, taken: Sequence[tuple[GatewaySession,
 
 async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     own = _is_own(gateway, bearer_key(scope))
-    body = schemas.read(schemas.WorkerName, await read_body(receive))
+    body = schemas.read(schemas.WorkerName, await read_body(receive, small=True))
     gateway.attempts.claim(body.worker, body.secret, own=own)
     gateway.attempts.heartbeat(scope["path_params"]["session_id"], body.worker)
     await respond(send, 200, b"{}")
@@ -122,14 +122,16 @@ async def _heartbeat(gateway: Gateway, scope: Scope, receive: Receive, send: Sen
 
 async def _leave(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     own = _is_own(gateway, bearer_key(scope))
-    body = schemas.read(schemas.WorkerName, await read_body(receive))
+    body = schemas.read(schemas.WorkerName, await read_body(receive, small=True))
     gateway.attempts.claim(body.worker, body.secret, own=own)
     await respond(send, 200, exact.dumps(gateway.attempts.leave(body.worker)))
 
 
 async def _finish(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     session = _to_finish(gateway, scope)
-    report = schemas.read(schemas.WorkerFinish, await read_body(receive))
+    with gateway.bodies.counted(session.affinity.flow, receive) as counted:
+        body = await read_body(counted)
+    report = schemas.read(schemas.WorkerFinish, body)
     if session.ending is not None and session.ending.imposed:
         raise GatewayError(f"the episode has ended: {session.ending.error}", status=410)
     if session.client is not None:

@@ -51,7 +51,7 @@ class ClientRoutes:
 
     async def feedback(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
-        body = schemas.read(schemas.Feedback, await read_body(receive))
+        body = schemas.read(schemas.Feedback, await read_body(receive, small=True))
         check_reward(body.reward(), gateway.options.reward_range)
         comment, correction = (_kept(gateway, text) for text in (body.comment, body.correction))
         group = await self._conversations.feedback(
@@ -61,13 +61,13 @@ class ClientRoutes:
 
     async def erase(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
-        await read_body(receive)
+        await read_body(receive, small=True)
         group = await self._conversations.erase(client, str(scope["path_params"]["name"]))
         await respond(send, 200, exact.dumps({"group": group}))
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
-        body = schemas.read(schemas.ClientEpisodeRequest, await read_body(receive))
+        body = schemas.read(schemas.ClientEpisodeRequest, await read_body(receive, small=True))
         session, key = await self._groups.open_episode(
             client, group, schemas.storable(body.task_id), _redacted(gateway, body.metadata), body.key
         )
@@ -84,7 +84,7 @@ class ClientRoutes:
 
     async def seal(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
-        body = schemas.read(schemas.SealClientGroup, await read_body(receive))
+        body = schemas.read(schemas.SealClientGroup, await read_body(receive, small=True))
         await self._groups.seal(client, group, body.sessions)
         await respond(send, 200, b"{}")
 
@@ -92,7 +92,7 @@ class ClientRoutes:
         """Answers when the group has ended, or after `wait_s`; stops waiting if the client disconnects."""
         client, group = _authenticate(gateway, scope)
         wait_s = _wait_s(Request(scope).query_params.get("wait_s", "0"))
-        await read_body(receive)
+        await read_body(receive, small=True)
         showing = asyncio.create_task(self._groups.state(client, group, wait_s))
         gone = asyncio.ensure_future(receive())
         try:

@@ -42,18 +42,21 @@ class DialectEndpoint:
         gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            if (client := client_name(gateway, scope, headers)) is not None:
-                self._check_rate(client)
-                body = await redacted(gateway, await read_body(receive))
-                session = await self._conversations.session_of(client, self._dialect, body, headers)
-                receive = replay(body, receive)
-            else:
+            client = client_name(gateway, scope, headers)
+            if client is None:
                 session = authenticate(gateway, scope, headers)
-                self._check_rate(session.client)
-                if gateway.options.redact is not None:
-                    receive = replay(await redacted(gateway, await read_body(receive)), receive)
-            await gateway.states.ready(session)
-            request, calls = await self._read_request(session, headers, receive)
+            self._check_rate(client if session is None else session.client)
+            flow = f"key {client}" if session is None else session.affinity.flow
+            with gateway.bodies.counted(flow, receive) as counted:
+                if session is None or gateway.options.redact is not None:
+                    body = await redacted(gateway, await read_body(counted))
+                    session = session or await self._conversations.session_of(
+                        client or "", self._dialect, body, headers
+                    )
+                    counted = replay(body, counted)
+                    del body  # what is large is not held while the reply is sampled
+                await gateway.states.ready(session)
+                request, calls = await self._read_request(session, headers, counted)
         except ClientGone:
             return
         except (ApiError, GatewayError) as error:
@@ -131,19 +134,15 @@ class CountEndpoint:
         gateway, session = self._gateway, None
         try:
             headers = dict(scope["headers"])
-            if client_name(gateway, scope, headers) is None:
+            client = client_name(gateway, scope, headers)
+            if client is None:
                 session = authenticate(gateway, scope, headers)
             else:  # a prompt of a conversation counts as if it began one
-                session = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=math.inf)
-            if gateway.options.redact is not None:
-                receive = replay(await redacted(gateway, await read_body(receive)), receive)
-            async with RequestReader(session, gateway.turns, gateway.threads) as reader:
-                body = await reader.body(receive)
-                parsed = await reader.parse(body)
-                turn_request = await reader.read(
-                    parsed, messages.read_prompt, lambda request: [request], record_overflow=False
-                )
-                tokens = await reader.count(turn_request)
+                session = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=math.inf, client=client)
+            with gateway.bodies.counted(session.affinity.flow, receive) as counted:
+                if gateway.options.redact is not None:
+                    counted = replay(await redacted(gateway, await read_body(counted)), counted)
+                tokens = await self._tokens(session, counted)
         except ClientGone:
             return
         except ApiError as refusal:
@@ -153,6 +152,14 @@ class CountEndpoint:
             await refuse(send, messages, internal_error(session, error), gateway.metrics)
             return
         await respond(send, 200, orjson.dumps({"input_tokens": tokens}))
+
+    async def _tokens(self, session: GatewaySession, receive: Receive) -> int:
+        async with RequestReader(session, self._gateway.turns, self._gateway.threads) as reader:
+            parsed = await reader.parse(await reader.body(receive))
+            turn_request = await reader.read(
+                parsed, messages.read_prompt, lambda request: [request], record_overflow=False
+            )
+            return await reader.count(turn_request)
 
 
 class ModelsEndpoint:

@@ -16,9 +16,10 @@ from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http.endpoints import authenticate
+from tidegate.gateway.http.endpoints import authenticate, replay
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.sessions.session import GatewaySession
+from tidegate.gateway.turns.request_body import read_body
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -54,8 +55,9 @@ class McpServer:
             raise GatewayError("this MCP server is stateless: it answers only POST", status=405)
         if session.closed is not None:
             raise GatewayError(f"this session is over ({session.closed})", status=410)
+        body = await read_body(receive, small=True)  # the SDK reads bodies of any size
         manager = await self._started()
-        await manager.handle_request({**scope, SESSION: session}, receive, send)
+        await manager.handle_request({**scope, SESSION: session}, replay(body, receive), send)
 
     async def _started(self) -> StreamableHTTPSessionManager:
         async with self._starting:

@@ -43,7 +43,7 @@ async def _list(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
 async def _call(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     headers = dict(scope["headers"])
     session = authenticate(gateway, scope, headers)
-    arguments = parse(await read_body(receive) or b"{}")
+    arguments = parse(await read_body(receive, small=True) or b"{}")
     name = str(scope["path_params"]["name"])
     result = await gateway.environments.call_tool(session, name, arguments, _idempotency_key(headers))
     await respond(send, 200, exact.dumps({"content": result.content, "error": result.error}))
@@ -52,7 +52,8 @@ async def _call(gateway: Gateway, scope: Scope, receive: Receive, send: Send) ->
 async def _respond(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
     headers = dict(scope["headers"])
     session = authenticate(gateway, scope, headers)
-    reply = schemas.read(schemas.AgentReply, await read_body(receive)).message
+    with gateway.bodies.counted(session.affinity.flow, receive) as counted:
+        reply = schemas.read(schemas.AgentReply, await read_body(counted)).message
     response = await gateway.environments.respond(session, reply, _idempotency_key(headers))
     await respond(send, 200, exact.dumps({"message": response.message, "done": response.done}))
 

@@ -203,7 +203,7 @@ class ShardRouter:
 
     async def _leave(self, request: Request) -> Response:
         """Each shard checks the worker key."""
-        body, headers = await _body(request), _authorization(request)
+        body, headers = await _body(request, small=True), _authorization(request)
         rows = [
             answer.json() for answer in await self.fleet.call_all("POST", "/attempts/leave", body, headers)
         ]
@@ -280,9 +280,9 @@ class ShardRouter:
         return Response(exposition([*own, *merged(texts, "shard")]), media_type=CONTENT_TYPE)
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, *, small: bool = False) -> bytes:
     try:
-        return bytes(await read_body(request.receive))
+        return bytes(await read_body(request.receive, small=small))
     except ApiError as refusal:
         raise GatewayError(str(refusal), status=refusal.status) from None
 

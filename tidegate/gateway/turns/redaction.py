@@ -14,6 +14,7 @@ from typing import Any
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody
+from tidegate.gateway.turns.request_body import LARGE, MAX_VALUES, parse_large
 from tidegate.service import exact
 from tidegate.tracebacks import where
 
@@ -49,13 +50,15 @@ _ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)(\\u[0-9a-fA-F]{4}(?:\\u[0-9a-fA-F]{4})
 def redact_body(body: RawBody, redaction: Redaction) -> bytes:
     """Return a request body with redacted texts.
 
-    A body that is no JSON object is returned unchanged: it is refused later. Token ids are not redacted.
+    A small body that is no JSON object is returned unchanged: it is refused later. Token ids are not
+    redacted.
 
     Raises:
-        ApiError: The redaction failed, or the body is nested too deeply.
+        ApiError: The redaction failed, or the body has too many values or is nested too deeply.
     """
     try:
-        value = exact.loads(body)
+        large = len(body) > LARGE
+        value = parse_large(body, MAX_VALUES).unfold() if large else exact.loads(body)
     except exact.TooDeepError:
         raise _too_deep() from None
     except ValueError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.large_json import Folded, fold
@@ -16,6 +18,12 @@ from tidegate.service import exact
 from tidegate.service.direct.asgi import DirectReceive
 
 MAX_BODY = 64 * 2**20
+SMALL_BODY = 2**20
+"""Limit of the bodies of routes that need no text of a model."""
+HELD_BODIES = 2 * MAX_BODY
+"""Limit of the bytes of bodies that are read at one time for one project key or session."""
+MAX_VALUES = 1_000_000
+"""Values in a large body of which nothing else is known."""
 BODY_S = 60.0
 """Seconds in which a client must send its body."""
 LARGE = 256 * 1024
@@ -26,12 +34,61 @@ class ClientGone(Exception):
     """The client disconnected before its request was complete."""
 
 
-async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | None = None) -> RawBody:
-    """Reads a complete body; `large` is awaited before more than about LARGE bytes are read. Raises ApiError
-    if the body is too large or too slow, ClientGone if the client disconnects."""
+class HeldBodies:
+    """Counts the bytes of the bodies that are read at one time, by project key or session.
+
+    So nobody can make the gateway hold as many bodies of MAX_BODY bytes as there are connections.
+    """
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counted(self, flow: str, receive: Receive) -> Iterator[Receive]:
+        """Yields a `receive` whose bytes count against HELD_BODIES until the end of the context.
+
+        Beyond the limit it raises ApiError (429).
+        """
+        own = 0
+
+        async def counting() -> Message:
+            nonlocal own
+            message = await receive()
+            if size := len(message.get("body", b"")):
+                if self._held[flow] + size > HELD_BODIES:
+                    raise ApiError(
+                        f"bodies of {self._held[flow]} bytes are being read for this key, and the limit is "
+                        f"{HELD_BODIES}; send fewer large requests at one time",
+                        status=429,
+                        type="too_many_large_bodies",
+                        code="too_many_large_bodies",
+                        retryable=True,
+                    )
+                own += size
+                self._held[flow] += size
+            return message
+
+        try:
+            # What has arrived in one piece is small, and read at once.
+            yield receive if isinstance(receive, DirectReceive) else counting
+        finally:
+            self._held[flow] -= own
+            if not self._held[flow]:
+                del self._held[flow]
+
+
+async def read_body(
+    receive: Receive, large: Callable[[], Awaitable[None]] | None = None, *, small: bool = False
+) -> RawBody:
+    """Reads a complete body; `large` is awaited before more than about LARGE bytes are read.
+
+    With `small`, the limit is SMALL_BODY. Raises ApiError if the body is too large or too slow, ClientGone if
+    the client disconnects.
+    """
+    limit = SMALL_BODY if small else MAX_BODY
     if isinstance(receive, DirectReceive) and (complete := receive.take()) is not None:
-        if len(complete) > MAX_BODY:
-            raise _too_large()
+        if len(complete) > limit:
+            raise _too_large(limit)
         return complete
     try:
         async with asyncio.timeout(BODY_S) as timeout:
@@ -41,8 +98,8 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
                 if message["type"] == "http.disconnect":
                     raise ClientGone
                 chunk: bytes = message.get("body", b"")
-                if len(body) + len(chunk) > MAX_BODY:
-                    raise _too_large()
+                if len(body) + len(chunk) > limit:
+                    raise _too_large(limit)
                 if not message.get("more_body") and not body:
                     return chunk
                 body += chunk
@@ -60,8 +117,8 @@ async def read_body(receive: Receive, large: Callable[[], Awaitable[None]] | Non
         ) from None
 
 
-def _too_large() -> ApiError:
-    return ApiError(f"the body is larger than {MAX_BODY} bytes", status=413)
+def _too_large(limit: int) -> ApiError:
+    return ApiError(f"the body is larger than {limit} bytes", status=413)
 
 
 def parse(body: RawBody) -> dict[str, Any]:
