@@ -81,6 +81,7 @@ class Recorder:
             **_zero_variance(batch),
             **custom_metrics(trained + dropped),
             **tool_metrics(trained + dropped),
+            **_statistics("time/outside_model", map(share_outside_model, trained + dropped), ("mean",)),
             **_versions(trained),
             **length_metrics(trained),
             "length/cut_ratio": cut_ratio(trained + dropped),
@@ -169,6 +170,15 @@ def tool_metrics(episodes: list[Trajectory]) -> dict[str, float]:
         return {}
     seconds = [sum(call.seconds for call in episode.tool_calls) for episode in episodes]
     return {"time/tool": float(np.mean(seconds)), **{name: float(counts[name]) for name in sorted(counts)}}
+
+
+def share_outside_model(episode: Trajectory) -> float:
+    """Returns the share of an episode's time in which none of its requests was at the model, in [0, 1]."""
+    at_model = end = 0.0
+    for started, ended in sorted((turn.started, turn.started + turn.seconds) for turn in episode.turns):
+        at_model += max(0.0, ended - max(started, end))
+        end = max(end, ended)
+    return max(0.0, 1.0 - at_model / episode.seconds) if episode.seconds > 0 else 0.0
 
 
 def _versions(trained: list[Trajectory]) -> dict[str, float]:

@@ -121,6 +121,17 @@ def test_calls_of_the_environments_tools_are_counted_by_tool(tmp_path: Path) -> 
     assert "time/tool" not in recorder(tmp_path, []).batch_metrics(batch(other), 1)
 
 
+def test_the_share_of_time_outside_the_model_counts_parallel_requests_once(tmp_path: Path) -> None:
+    """Requests at the model from second 1 to 4 (two of them overlap) and 6 to 7, of 10 seconds."""
+    turns = [make_turn(number, None, [1, 2], [3, 4], version=1) for number in range(3)]
+    for turn, times in zip(turns, ((6.0, 1.0), (1.0, 2.0), (2.0, 2.0)), strict=True):
+        turn.started, turn.seconds = times
+    told = make_trajectory(turns)
+    told.seconds = 10.0
+    found = recorder(tmp_path, []).batch_metrics(batch(told), 1)
+    assert found["time/outside_model/mean"] == pytest.approx(0.6)
+
+
 def test_what_was_dropped_is_compared_with_what_was_trained_on(tmp_path: Path) -> None:
     """Trained: 3 tokens each, rewards 1 and 0.5. Dropped: 3 tokens with reward 0, and one that has none."""
     some = batch(episode(), episode(reward=0.5))
