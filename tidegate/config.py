@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.evaluation import EvalSettings
-from tidegate.settings.sections import DirectoryName, SettingsSection, load
+from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 from tidegate.settings.sft import SFTSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
@@ -62,7 +62,7 @@ class AgentSettings(SettingsSection):
     max_concurrency: Annotated[int, Field(ge=1)] = 128
     """Episodes that run at the same time. A group starts only if all of its episodes fit; a larger one runs
     alone."""
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Processes = 1
     """Agent processes, which share the attempts."""
     heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
     """Interval of a remote worker's heartbeats. After three intervals without one its attempts are lost, and

@@ -9,15 +9,25 @@ import torch
 
 from tidegate.errors import StartError
 
+_KINDS = ("cpu", "cuda", "mps", "xpu")
+"""Kinds of devices that people have; torch's own message lists all that it was ever built for."""
+
 
 def find_device(setting: str, name: str) -> torch.device:
     """Returns the device; raises StartError, which names the setting, if torch cannot use it."""
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # AssertionError if torch is built without CUDA
-        why = str(error).strip().partition("\n")[0]
+        why = "there is no such kind of device" if name.partition(":")[0] not in _KINDS else _cause(error)
         devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-        raise StartError(f"{setting} = {name!r}: {why}. This machine has: {', '.join(devices)}") from None
+        raise StartError(
+            f"{setting} = {name!r}: {why}; this machine has {', '.join(devices)}: set {setting} to "
+            f"{devices[:2][-1]!r}"
+        ) from None
+
+
+def _cause(error: Exception) -> str:
+    return re.split(r"\n|\. ", str(error).strip())[0]
 
 
 def free_memory(device: str) -> int | None:

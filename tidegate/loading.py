@@ -6,6 +6,8 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
+import symtable
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,8 +34,37 @@ def load_object(use: str, builtin: Mapping[str, str], what: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(f"{where} has no {what} {name!r}{did_you_mean(name, public)}") from None
+        raise _no_such_name(where, what, name, vars(module)) from None
+
+
+def check_object(use: str, builtin: Mapping[str, str], what: str) -> None:
+    """Reads the file that `use` names, and runs none of it. Of a module only the form is checked.
+
+    Args:
+        use: As for `load_object`.
+        builtin: As for `load_object`.
+        what: As for `load_object`.
+
+    Raises:
+        ConfigError: There is no such file, it is no Python, or it does not define the name.
+    """
+    where, name = find_object(use, builtin, what)
+    if not where.endswith(".py"):
+        return
+    source = _source(Path(where))
+    table = symtable.symtable(source, where, "exec")
+    names = [one.get_name() for one in table.get_symbols() if one.is_assigned() or one.is_imported()]
+    if name not in names and not _NAMES_AT_RUN_TIME.search(source):
+        raise _no_such_name(where, what, name, names)
+
+
+_NAMES_AT_RUN_TIME = re.compile(r"import \*|globals\(\)|__getattr__|\bexec\(")
+"""Source that may define names which reading it does not show."""
+
+
+def _no_such_name(where: str, what: str, name: str, names: Iterable[str]) -> ConfigError:
+    public = [name for name in names if not name.startswith("_")]
+    return ConfigError(f"{where} has no {what} {name!r}{did_you_mean(name, public)}")
 
 
 def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, str]:
@@ -44,6 +75,8 @@ def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, s
             such file.
     """
     where, colon, name = builtin.get(use, use).rpartition(":")
+    if not colon and use.endswith(".py"):
+        raise ConfigError(f"the {what} {use!r} is a file: name the object in it, as '{use}:Name'")
     if not colon:
         raise ConfigError(
             f"there is no {what} {use!r}{did_you_mean(use, builtin)}; "
@@ -82,7 +115,35 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def _source(path: Path) -> str:
+    """Returns the text of a Python file; raises ConfigError, with the line, if it is not Python."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        source = importlib.util.decode_source(data)
+        compile(source, path, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:  # ValueError: not decodable, or null bytes
+        raise ConfigError(_not_python(path, data, error)) from None
+    return source
+
+
+def _not_python(path: Path, data: bytes, error: SyntaxError | ValueError) -> str:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        line = data.count(b"\n", 0, wrong.start) + 1
+        return f"{path}, line {line}: byte {data[wrong.start]:#x} is not UTF-8; save the file as UTF-8"
+    if not isinstance(error, SyntaxError):
+        return f"{path} is not Python: {error}"
+    line_of = f", line {error.lineno}" if error.lineno else ""
+    shown = f": {error.text.strip()}" if error.text else ""
+    return f"{path}{line_of}: {type(error).__name__}: {error.msg}{shown}"
+
+
 def _file(path: Path, what: str) -> ModuleType:
+    _source(path)
     _allow_imports_from(path.resolve().parent, Path.cwd())  # as with a script
     spec = importlib.util.spec_from_file_location(f"tidegate_{what}_{path.stem}", path)
     if spec is None or spec.loader is None:
@@ -91,7 +152,7 @@ def _file(path: Path, what: str) -> ModuleType:
     sys.modules[spec.name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {error}{where(error)}"
         raise ConfigError(f"{path} cannot be loaded: {cause}") from error
     return module
@@ -108,7 +169,7 @@ def _module(name: str, what: str) -> ModuleType:
         _allow_imports_from(Path.cwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"the {what}'s module {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error

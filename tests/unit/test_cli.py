@@ -35,6 +35,30 @@ def test_a_mistyped_verb_is_answered_with_the_nearest(
     assert (code, f"did you mean {nearest}?" in text) == (2, True), text
 
 
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        (["train", "x.toml", "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        (["train", "x.toml", "--dry_run"], "unknown option --dry_run; did you mean --dry-run?"),
+        (["train", "x.toml", "-dry-run"], "unknown option -dry-run; did you mean --dry-run?"),
+        (["train", "--Freshh", "--run.name=a", "x.toml"], "unknown option --Freshh; did you mean --fresh?"),
+        (["train", "--clustr=auto", "x.toml"], "unknown option --clustr; did you mean --cluster?"),
+        (["keys", "create", "shop", "--fil", "k"], "unknown option --fil; did you mean --file?"),
+        (["eval", "--gredy"], "unknown option --gredy; did you mean --greedy?"),
+        (
+            ["train", "x.toml", "--verbose", "--run.dir", "y"],
+            "there is no setting 'verbose'; settings are written as",
+        ),
+        (["train", "x.toml", "y.toml"], "expected one settings file, not x.toml and y.toml"),
+    ],
+)
+def test_a_mistyped_option_is_answered_with_the_nearest(
+    capsys: pytest.CaptureFixture[str], words: list[str], nearest: str
+) -> None:
+    code, text = said(capsys, *words)
+    assert (code, nearest in text) == (2, True), text
+
+
 @pytest.mark.parametrize("verb", ["view", "audit", "tasks", "report", "eval", "replay", "export"])
 def test_a_mistyped_run_is_answered_with_the_nearest(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str

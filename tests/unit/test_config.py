@@ -242,6 +242,13 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.length_penalty", "[40, 20]"], "it must be two increasing numbers"),
         ([*MODEL, "--trainer.kl_coef", "0.1"], "kl_coef needs trainer.reference_model"),
         ([], "the setting 'model.path' is required"),
+        ([*MODEL, f"--trainer.steps=1{23 * '0'}"], f"steps = 1{23 * '0'}: must not exceed 1,000,000,000,000"),
+        ([*MODEL, "--trainer.steps=1e23"], "trainer.steps = 1e+23: must not exceed 1,000,000,000,000"),
+        ([*MODEL, f"--trainer.max_staleness=1{20 * '0'}"], "00: must not exceed 1,000,000,000,000"),
+        ([*MODEL, "--trainer.learning_rate=1e300"], "trainer.learning_rate = 1e+300: must not exceed"),
+        ([*MODEL, "--engine.count=1000000000"], "engine.count = 1000000000: input should be less than or"),
+        ([*MODEL, f"--run.seed=1{19 * '0'}"], "00: must not exceed 9,223,372,036,854,775,807"),
+        ([*MODEL, "--trainer.seed=1"], "there is no setting 'trainer.seed'; did you mean 'run.seed'?"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(overrides: list[str], words: str) -> None:

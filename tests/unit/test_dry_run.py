@@ -211,9 +211,14 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
     ("overrides", "said"),
     [
         ([], None),
-        (["--trainer.device=cuda"], "trainer.device = 'cuda': .*. This machine has: cpu"),
-        (["--engine.device=cuda"], "engine.device = 'cuda': .*. This machine has: cpu"),
-        (["--engine.device=nonsense"], "engine.device = 'nonsense': "),
+        (["--trainer.device=cuda"], "trainer.device = 'cuda': .*; this machine has cpu: set .* to 'cpu'"),
+        (["--engine.device=cuda"], "engine.device = 'cuda': .*; this machine has cpu: set .* to 'cpu'"),
+        (
+            ["--trainer.device=gpu"],
+            "trainer.device = 'gpu': there is no such kind of device; this machine has cpu: "
+            "set trainer.device to 'cpu'",
+        ),
+        (["--engine.device=mps"], "engine.device = 'mps': [^\\n]{,120}; this machine has cpu"),
         (["--model.path={}/untemplated"], "model.path = .*/untemplated: it has no chat template"),
         (["--model.path={}/weightless"], "model.path = .*/weightless: it has no weights"),
         (["--model.path={}/huge"], "need at least .* of memory on cpu .* are free: "),
@@ -271,19 +276,48 @@ def test_the_content_of_the_run_directory_is_reported(
         ),
         ("--agent.use=solvr", "did you mean 'solver'?"),
         ("--env.use={}/env.py:Mine", "{}/env.py: there is no such file to load the environment from"),
+        ("--agent.use={}/good.py", "good.py' is a file: name the object in it, as '{}/good.py:Name'"),
+        ("--agent.use={}/good.py:solv", "good.py has no agent 'solv'; did you mean 'solve'?"),
+        ("--env.use={}/good.py:Words", "good.py has no environment 'Words'; did you mean 'Word'?"),
+        ("--agent.use={}/colon.py:f", "colon.py, line 3: SyntaxError: expected ':': def f(task, session)"),
+        ("--env.use={}/latin.py:f", "latin.py, line 2: byte 0xe9 is not UTF-8; save the file as UTF-8"),
+        ("--agent.use={}/null.py:f", "null.py"),
+        ("--agent.use={}/coded.py:f", "coded.py: SyntaxError: unknown encoding: klingon"),
     ],
 )
 def test_an_agent_or_environment_that_does_not_exist_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
+    for name, source in {
+        "good": b"def solve(task, session): ...\nif True:\n    class Word: ...\n",
+        "colon": b"\n\ndef f(task, session)\n    pass\n",
+        "latin": b"\nname = '\xe9'\ndef f(task, session): ...\n",
+        "null": b"a = '\0'\ndef f(task, session): ...\n",
+        "coded": b"# coding: klingon\ndef f(task, session): ...\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_bytes(source)
     run = ["train", "--dry-run", f"--model.path={BASE}", override.format(tmp_path)]
     assert main(run) == 2
     assert words.format(tmp_path) in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"try:\n    from json import loads as f\nexcept ImportError:\n    f = None\n",
+        b"# coding: latin-1\nname = '\xe9'\ndef f(task, session): ...\n",
+        b"from everything import *\n",
+        b"globals().update(f=print)\n",
+    ],
+)
+def test_a_dry_run_refuses_no_name_that_a_file_may_define(tmp_path: Path, source: bytes) -> None:
+    (tmp_path / "agent.py").write_bytes(source)
+    assert main(["train", "--dry-run", f"--model.path={BASE}", f"--agent.use={tmp_path}/agent.py:f"]) == 0
+
+
 def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> None:
     agent = tmp_path / "agent.py"
-    agent.write_text("raise SystemExit('the agent was loaded')")
+    agent.write_text("def f(task, session): ...\nraise SystemExit('the agent was loaded')")
     arguments = ["train", "--dry-run", f"--model.path={BASE}", f"--agent.use={agent}:f"]
     code = (
         f"import sys, tidegate.cli; code = tidegate.cli.main({arguments}); "

@@ -35,7 +35,7 @@ from tidegate.cli import (
     vllm,
     worker,
 )
-from tidegate.cli.commands import CommandParser, list_settings
+from tidegate.cli.commands import CommandParser, list_settings, mistyped_option
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.program import advise_extra
 
@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     model = getattr(arguments, "settings_model", None)
+    if mistyped := mistyped_option(parser, arguments, rest):
+        parser.error(mistyped)
     if rest and model is None:
         parser.error(f"unknown arguments for {arguments.command}: {' '.join(rest)}")
     run: Callable[[argparse.Namespace, list[str]], int] = arguments.run

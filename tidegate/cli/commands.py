@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,27 @@ class CommandParser(argparse.ArgumentParser):
             choices = [str(choice) for choice in action.choices]
             message = f"there is no {value!r} among {', '.join(choices)}{did_you_mean(str(value), choices)}"
             raise argparse.ArgumentError(action, message)
+
+
+def mistyped_option(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, rest: Sequence[str]
+) -> str | None:
+    """Returns the message for a word that is nearly an option of the command; None if there is none."""
+    options: list[str] = []
+    inner: argparse.ArgumentParser | None = parser
+    while inner is not None:
+        commands = [one for one in inner._actions if isinstance(one, argparse._SubParsersAction)]
+        shown = [one for one in inner._actions if one.help != argparse.SUPPRESS]
+        options += [name for one in shown for name in one.option_strings if name.startswith("--")]
+        inner = commands[0].choices.get(getattr(arguments, commands[0].dest, None)) if commands else None
+    for word in rest:
+        name = word.partition("=")[0]
+        if not name.startswith("-") or "." in name:
+            continue
+        spelled = f"--{name.lstrip('-').lower().replace('_', '-')}"
+        if close := difflib.get_close_matches(spelled, options, n=1, cutoff=0.8):
+            return f"unknown option {name}; did you mean {close[0]}?"
+    return None
 
 
 def takes_settings(parser: argparse.ArgumentParser, model: str = "tidegate.config:Settings") -> None:

@@ -42,16 +42,16 @@ def add(subparsers: Subparsers) -> None:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raises ConfigError if there is no such agent or environment. Imports neither."""
+    """Raises ConfigError if there is no such agent or environment. Reads their files, and imports neither."""
     from tidegate.agents import base as agents
     from tidegate.envs import base as environments
-    from tidegate.loading import find_object
+    from tidegate.loading import check_object
 
     if settings.agent.source == "local":
-        find_object(settings.agent.use, agents.BUILT_IN, "agent")
+        check_object(settings.agent.use, agents.BUILT_IN, "agent")
     use = settings.env.use
     use = environments.ADAPTERS.get(use.partition(":")[0], use)
-    find_object(use, environments.BUILT_IN, "environment")
+    check_object(use, environments.BUILT_IN, "environment")
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

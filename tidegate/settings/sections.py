@@ -14,7 +14,15 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 from urllib.parse import urlsplit
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from tidegate.errors import ConfigError
 
@@ -50,6 +58,14 @@ HttpUrl = Annotated[str, AfterValidator(http_url)]
 SecretKey = Annotated[str, AfterValidator(_secret)]
 
 
+MOST = 10**12
+"""Largest number that a setting takes, except seeds: a count beyond it is a slip, and no file or protocol
+holds every integer."""
+MOST_PROCESSES = 1024
+"""Largest number of processes of one kind, and of threads, that a setting takes."""
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+
+
 class SettingsSection(BaseModel):
     """A group of settings; unknown keys are an error."""
 
@@ -61,6 +77,14 @@ class SettingsSection(BaseModel):
     """Settings that apply to one kind of the section. Another kind on the command line leaves them out."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Former names of settings, as dotted keys, with their present names."""
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _bounded(cls, value: Any, info: ValidationInfo) -> Any:
+        most = 2**63 - 1 if info.field_name == "seed" else MOST
+        if isinstance(value, int | float) and not abs(value) <= most:
+            raise ValueError(_too_large(most))
+        return value
 
     def other_than_default(self, *names: str) -> list[str]:
         """Returns those of the settings that differ from their defaults."""
@@ -236,6 +260,8 @@ def split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     files."""
     files, overrides = split_words(words)
     if len(files) > 1:
+        if bare := [word for word in overrides if word.startswith("--") and "." not in word]:
+            raise ConfigError(f"the command line: there is no setting {bare[0][2:]!r}{_AS_WRITTEN}")
         raise ConfigError(f"expected one settings file, not {' and '.join(files)}")
     return Path(files[0]) if files else None, overrides
 
@@ -334,6 +360,10 @@ def _is_text(annotation: Any) -> bool:
     return annotation is not None and plain <= {str, Path}
 
 
+def _too_large(most: int) -> str:
+    return f"must not exceed {most:,}"
+
+
 def _format(default: Any) -> str:
     """Formats a default as TOML; empty for None."""
     if default is None:
@@ -366,6 +396,8 @@ def _explain(error: Any, file: Path | None, given: Collection[str], model: type[
         return f"{where}: {key} is a section, not a value{_instead(key, model)}"
     if error["type"] in ("string_type", "path_type"):
         message = "must be text; write it in quotes"
+    if error["type"] == "int_parsing_size":
+        message = _too_large(MOST)
     if error["type"] == "dict_type":
         message = """must be a table, as '{name = "text", number = 1}'; write texts in quotes"""
     if not key or (key in model.model_fields and _sections(model.model_fields[key].annotation)):
@@ -389,6 +421,7 @@ def _is_type_tag(part: str | int) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "none") or "[" in part)
 
 
+_AS_WRITTEN = "; settings are written as section.name, and --settings lists them"
 USUAL_NAMES = {
     "lr": "learning_rate", "num_generations": "group_size", "batch_size": "groups_per_batch",
     "train_batch_size": "groups_per_batch", "max_steps": "steps", "num_train_epochs": "steps",
@@ -413,8 +446,12 @@ def _instead(key: str, model: type[BaseModel]) -> str:
         meant.sort(key=lambda name: name.rpartition(".")[0] not in (section or "trainer",))
         if meant:
             return f"; did you mean {meant[0]!r}?"
+    if len(same := [name for name in known if name.rpartition(".")[2] == last]) == 1:
+        return f"; did you mean {same[0]!r}?"
     # A setting is never meant to be its whole section: 'trainer.lr' is not 'trainer'.
     known += [] if "." in key else model.model_fields
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    close = close or [tail[name] for name in difflib.get_close_matches(key.rpartition(".")[2], tail, n=1)]
+    close = close or [tail[name] for name in difflib.get_close_matches(last, tail, n=1)]
+    if not close and not section:
+        return _AS_WRITTEN
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.judge import JudgeSettings
-from tidegate.settings.sections import HttpUrl, SecretKey, SettingsSection
+from tidegate.settings.sections import HttpUrl, Processes, SecretKey, SettingsSection
 
 
 class ModelSettings(SettingsSection):
@@ -49,7 +49,7 @@ class EmbeddedEngine(SettingsSection):
     dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the engines' weights and cache, in which weights are published. None: float32 for an
     embedded engine on a CPU; bfloat16 on a GPU and for SGLang and vLLM, unless `arguments` has `--dtype`."""
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Processes = 1
     """torch threads of an embedded engine; on shared cores one is faster than two."""
     max_slots: Annotated[int, Field(ge=1)] = 64
     """Number of requests that an embedded engine decodes at the same time."""
@@ -73,7 +73,7 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
 
     kind: Literal["embedded", "sglang", "vllm"] = "embedded"
     """Kind of the engines to start: Tidegate's own, or SGLang or vLLM with the interpreter `python`."""
-    count: Annotated[int, Field(ge=1)] = 1
+    count: Processes = 1
     """Number of engines to start, each in its own process with these settings."""
 
     @property
@@ -142,7 +142,7 @@ class ServedGateway(SettingsSection):
     """Port on which the gateway listens; 0 selects a free one."""
     admin_key: SecretKey | None = None
     """Key of the gateway's control routes; required if the gateway listens beyond loopback."""
-    shards: Annotated[int, Field(ge=1)] = 1
+    shards: Processes = 1
     """Gateway processes that share the sessions behind one address. A resumed run keeps their number."""
     tool_parser: Annotated[str, AfterValidator(_tool_parser)] = "auto"
     """Format of the model's tool calls. auto: detected from its chat template; none: they stay text."""
@@ -202,7 +202,7 @@ class ServedEnv(SettingsSection):
     """Built-in name, `file.py:ClassOrObject`, or `library:environment` (docs/adapters.md)."""
     options: dict[str, Any] = {}
     """Arguments of the environment's constructor."""
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Processes = 1
     """Worker processes of the environment service: rewards, states and tools of episodes."""
     reward_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Timeout of the rewards of one episode, from their start; time in the queue does not count."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from tidegate.settings.curriculum import CurriculumSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
 from tidegate.settings.promotion import PromotionSettings
-from tidegate.settings.sections import SettingsSection
+from tidegate.settings.sections import Processes, SettingsSection
 from tidegate.settings.teacher import TeacherSettings
 
 ENDLESS = 10**9
@@ -144,7 +144,7 @@ class TrainerSettings(SettingsSection):
     """Padded tokens of one forward and backward pass."""
     device: str = "cpu"
     """Device of the trainer: cpu, cuda, cuda:1."""
-    ranks: Annotated[int, Field(ge=1)] = 1
+    ranks: Processes = 1
     """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of forward and backward passes. None: float32 on a CPU, bfloat16 on a GPU. Parameters,
@@ -154,7 +154,7 @@ class TrainerSettings(SettingsSection):
     """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
     memory for a third more arithmetic, with identical gradients."""
     lora: LoRASettings = LoRASettings()
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Processes = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
     """Steps between checkpoints; one is always written at the end."""
