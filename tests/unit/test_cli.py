@@ -74,6 +74,26 @@ def test_a_mistyped_run_is_answered_with_the_nearest(
     assert "runs/demo" in text
 
 
+@pytest.mark.parametrize("verb", ["view", "audit", "tasks", "report", "replay", "export", "versions list"])
+def test_a_directory_without_a_run_is_named_with_what_a_run_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """A project's directory has a config.toml, too."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.toml").write_text("[model]\npath = 'm'\n")
+    words = [*verb.split(), ".", *(["--sft"] if verb == "export" else [])]
+    holds = f"{tmp_path} holds no run: a run's directory, such as runs/NAME, has config.toml, metrics.jsonl"
+    code, text = said(capsys, *words)
+    assert (code, holds in text, text.count("\n")) == (2, True, 1), text
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "ledger.jsonl").touch()
+    code, text = said(capsys, *words)
+    assert (code, text.endswith("; did you mean runs/demo?\n")) == (2, True), text
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["config.toml", "runs"]
+    code, text = said(capsys, *[word.replace(".", "config.toml") for word in words])
+    assert (code, "config.toml is a file; name the run's directory" in text) == (2, True), text
+
+
 def test_a_terminal_that_cannot_encode_a_character_shows_another() -> None:
     """`--settings` has a root sign, which latin-1 lacks."""
     run = subprocess.run(

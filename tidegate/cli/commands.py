@@ -97,8 +97,17 @@ def list_settings(model: str) -> int:
     return 0
 
 
-def run_directory(path: Path, parent: Path = RUNS) -> Path:
-    """Returns an existing path, or the run of this name in `parent`; raises ConfigError otherwise."""
+def run_directory(path: Path) -> Path:
+    """Returns the directory of a run, as `existing_directory` finds it; raises ConfigError without a run."""
+    from tidegate.viewer import run_files
+
+    found = existing_directory(path)
+    run_files.run_directory(found)
+    return found
+
+
+def existing_directory(path: Path, parent: Path = RUNS) -> Path:
+    """Returns an existing path, or the directory of this name in `parent`; raises ConfigError otherwise."""
     if path.exists():
         return path
     if (parent / path).is_dir():

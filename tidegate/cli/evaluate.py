@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, run_directory, takes_settings
+from tidegate.cli.commands import Subparsers, existing_directory, takes_settings
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(
             f"expected at most one run, checkpoint or model directory, got {' and '.join(words)}"
         )
-    target = find_target(run_directory(Path(words[0]))) if words else None
+    target = find_target(existing_directory(Path(words[0]))) if words else None
     settings = _settings(arguments, target, overrides)
     if arguments.gold:
         return _gold(arguments, settings)

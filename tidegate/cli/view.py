@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import RUNS, Subparsers, add_address, run_directory
+from tidegate.cli.commands import RUNS, Subparsers, add_address, existing_directory
 from tidegate.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.viewer.dashboard.comparison import MOST_RUNS
     from tidegate.viewer.dashboard.run import FollowedRun
 
-    paths = [run_directory(path, arguments.dir) for path in arguments.run_dirs]
+    paths = [existing_directory(path, arguments.dir) for path in arguments.run_dirs]
     resolved = [path.resolve() for path in paths]
     if again := [path for path in paths if resolved.count(path.resolve()) > 1]:
         raise ConfigError(f"{again[0]} is named twice; name each run once")

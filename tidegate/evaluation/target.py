@@ -42,4 +42,6 @@ def find_target(path: Path) -> Target:
         if not steps:
             raise ConfigError(f"{path} has no committed checkpoint to evaluate; was it trained at all?")
         return Target(steps[max(steps)], path)
-    raise ConfigError(f"{path} is neither a run (config.toml, checkpoints/) nor a model (config.json)")
+    raise ConfigError(
+        f"{path.resolve()} is neither a run (config.toml, checkpoints/) nor a model (config.json)"
+    )

@@ -12,6 +12,7 @@ from typing import Any
 
 from tidegate.config import ENDLESS
 from tidegate.errors import ConfigError
+from tidegate.service.directory_lock import FILE as LOCK
 from tidegate.trainer.ledger.jsonl import parts
 from tidegate.viewer.formatting import as_mapping, known, printable
 from tidegate.viewer.held_out import held_out_names
@@ -128,10 +129,24 @@ def read_run(run_dir: Path) -> RunFiles:
 
 def run_directory(run_dir: Path) -> None:
     """Raises ConfigError if the directory does not exist or is not a run."""
+    if run_dir.is_file():
+        raise ConfigError(f"{run_dir} is a file; name the run's directory, such as runs/NAME")
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such run directory")
-    if not any((run_dir / name).exists() for name in ("config.toml", "metrics.jsonl")):
-        raise ConfigError(f"{run_dir} has neither config.toml nor metrics.jsonl: it is not a run")
+    if is_run(run_dir):
+        return
+    runs = [path for parent in (run_dir, run_dir / "runs") if parent.is_dir() for path in parent.iterdir()]
+    found = sorted(str(path) for path in runs if is_run(path))
+    raise ConfigError(
+        f"{run_dir.resolve()} holds no run: a run's directory, such as runs/NAME, has config.toml, "
+        f"metrics.jsonl and ledger.jsonl{f'; did you mean {found[0]}?' if found else ''}"
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Returns whether a directory has a run's files. `config.toml` alone may be that of a project."""
+    starts = (path / "config.toml").exists() and (path / LOCK).exists()
+    return starts or any((path / name).exists() for name in ("metrics.jsonl", "ledger.jsonl"))
 
 
 def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:

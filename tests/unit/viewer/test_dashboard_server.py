@@ -188,7 +188,7 @@ def test_results_of_tidegate_eval_are_shown(tmp_path: Path) -> None:
     }  # fmt: skip
     (run_dir / "evals" / "2").mkdir()
     (run_dir / "evals" / "2" / "results.json").write_text(json.dumps(results))
-    (run_dir / "config.toml").touch()
+    (run_dir / "metrics.jsonl").touch()
     with client_of(run_dir) as client:
         rows = {one["directory"]: one for one in asking(client)("evaluations")["results"]}
     empty, found = rows.pop("evals/3"), rows.pop("evals/2")
@@ -308,7 +308,7 @@ def test_a_file_that_cannot_be_read(growing: Writer, monkeypatch: pytest.MonkeyP
 def test_a_directory_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gone"):
         FollowedRun(tmp_path / "gone")
-    with pytest.raises(ConfigError, match="not a run"):
+    with pytest.raises(ConfigError, match="holds no run"):
         FollowedRun(tmp_path)
 
 
@@ -326,7 +326,7 @@ def test_a_run_that_is_about_to_start_is_waited_for_and_then_followed(tmp_path: 
         assert client.get("/api/overview").json()["opening"].startswith("Agent ")
     (tmp_path / "ended").mkdir()
     (tmp_path / "ended" / ".tidegate.lock").touch()
-    with pytest.raises(ConfigError, match="not a run"):
+    with pytest.raises(ConfigError, match="holds no run"):
         FollowedRun(tmp_path / "ended")
 
 

@@ -226,9 +226,12 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     assert "--trainer.steps" not in page.text
 
 
-@pytest.mark.parametrize("kept", [["config.toml"], ["metrics.jsonl"], ["config.toml", "ledger.jsonl"]])
+@pytest.mark.parametrize(
+    "kept", [["config.toml", ".tidegate.lock"], ["metrics.jsonl"], ["config.toml", "ledger.jsonl"]]
+)
 def test_a_run_that_has_hardly_begun(tmp_path: Path, kept: list[str]) -> None:
     run_dir = write_run(tmp_path / "demo", steps=10, until=3)
+    (run_dir / ".tidegate.lock").touch()
     for path in run_dir.iterdir():
         if path.name not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -247,7 +250,7 @@ def test_settings_that_are_not_toml(tmp_path: Path) -> None:
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such run directory"):
         write_report(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="it is not a run"):
+    with pytest.raises(ConfigError, match="holds no run"):
         write_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
