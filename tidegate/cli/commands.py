@@ -46,7 +46,7 @@ def mistyped_option(
         commands = [one for one in inner._actions if isinstance(one, argparse._SubParsersAction)]
         shown = [one for one in inner._actions if one.help != argparse.SUPPRESS]
         options += [name for one in shown for name in one.option_strings if name.startswith("--")]
-        inner = commands[0].choices.get(getattr(arguments, commands[0].dest, None)) if commands else None
+        inner = commands[0].choices.get(str(getattr(arguments, commands[0].dest, None))) if commands else None
     for word in rest:
         name = word.partition("=")[0]
         if not name.startswith("-") or "." in name:
