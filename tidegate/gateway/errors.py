@@ -66,6 +66,18 @@ def wrong_key() -> ApiError:
     )
 
 
+def wrong_project_key() -> ApiError:
+    """Returns the error of a gateway with project keys for a call that names no session."""
+    return ApiError(
+        "the API key is no project key of this gateway, or it was revoked: `tidegate keys create NAME` adds "
+        "one to the file gateway.keys and prints it, and no restart is needed. An episode's key is "
+        f"session.api_key; {_ADDRESSES}",
+        status=401,
+        type="authentication_error",
+        code="invalid_api_key",
+    )
+
+
 def unknown_model(name: str, served: str) -> ApiError:
     return ApiError(
         f"model: {name!r} is not served; the only model is {served!r}"[:300],

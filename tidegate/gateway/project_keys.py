@@ -104,6 +104,11 @@ class KeyFile:
         self._keys = keys
         self._names = {key.hash: key.name for key in keys.values()}
 
+    @property
+    def required(self) -> bool:
+        """Whether the gateway has a file of project keys."""
+        return self._file is not None
+
     def name_of(self, key: str) -> str | None:
         """Returns the name of a key; None if there is no such key."""
         return self._names.get(hash_key(key).hex())

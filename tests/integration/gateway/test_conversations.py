@@ -229,18 +229,33 @@ async def test_feedback_is_for_the_conversation_or_one_reply_and_a_name_replaces
     [
         ("no", "up", {}, 404, "there is no reply and no conversation 'no' of this key"),
         ("c1", "up", {"reply_only": True}, 400, "needs the reply's id"),
-        ("c1", "great", {}, 400, "value"),
-        ("c1", True, {}, 400, "value"),
-        ("c1", None, {}, 400, "value"),
-        ("", "up", {}, 400, "id: String should have at least 1 character"),
-        ("c1", "up", {"remark": "x"}, 400, "remark: Extra inputs"),
+        (
+            "c1",
+            "great",
+            {},
+            400,
+            "value = 'great': Input should be a valid number, or Input should be 'up' or",
+        ),
+        ("c1", True, {}, 400, "value = True: Input should be a valid number, or Input should be 'up' or 'do"),
+        ("c1", None, {}, 400, "value = None: Input should be a valid number, or Input should be 'up' or 'do"),
+        ("", "up", {}, 400, "id = '': String should have at least 1 character"),
+        (7, "up", {}, 400, "id = 7: Input should be a valid string"),
+        (
+            "c1",
+            "up",
+            {"remark": "x"},
+            400,
+            "remark: Extra inputs are not permitted; the fields are id, value, ",
+        ),
+        ("c1", "up", {"coment": "x"}, 400, "not permitted; did you mean 'comment'?; the fields are id, "),
+        ("c1", "up", {"reply_only": "perhaps"}, 400, "reply_only = 'perhaps': Input should be a valid bool"),
     ],
 )
 async def test_wrong_feedback_is_refused_and_loses_nothing(
     stage: Stage,
     user: AsyncOpenAI,
     key: str,
-    about: str,
+    about: Any,
     value: object,
     more: dict[str, Any],
     status: int,
@@ -272,6 +287,9 @@ async def test_a_key_reaches_its_own_conversations_only(
         with pytest.raises(APIStatusError) as refused:
             await say(nobody, [])
     assert refused.value.status_code == 401
+    assert "is no project key of this gateway" in refused.value.message
+    assert "`tidegate keys create NAME` adds one to the file gateway.keys" in refused.value.message
+    assert "`tidegate keys create NAME` adds one" in (await feedback(stage, "no", "c1", "up"))[1]
 
 
 async def test_tokens_are_counted_without_beginning_a_conversation(stage: Stage, key: str) -> None:

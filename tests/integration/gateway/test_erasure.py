@@ -41,12 +41,13 @@ async def user(stage: Stage, keys: dict[str, str]) -> AsyncIterator[AsyncOpenAI]
         yield made
 
 
-async def erase(stage: Stage, key: str, name: str) -> Any:
-    """Returns the group, or the status of a refusal."""
+async def erase(stage: Stage, key: str, name: str, *, again: bool | None = None) -> Any:
+    """Returns the group, or the status of a refusal; `again`: whether it must have been erased before."""
     headers = {"Authorization": f"Bearer {key}"}
     url = f"{stage.url}/v1/conversations/{name}"
     async with aiohttp.ClientSession() as http, http.delete(url, headers=headers) as response:
         row = await response.json()
+        assert again is None or row["already_erased"] is again
         return row["group"] if response.status == 200 else response.status
 
 
@@ -64,14 +65,14 @@ async def test_a_conversation_is_erased_by_a_reply_its_name_or_its_group(
     reply = await say(user, [], SECRET)
     assert kept(stage, journal)
     assert await erase(stage, keys["you"], reply.id) == 404, "another key's"
-    group = await erase(stage, keys["me"], reply.id)
+    group = await erase(stage, keys["me"], reply.id, again=False)
     assert sessions(stage) == []
     await eventually(lambda: not kept(stage, journal))
     await say(user, [], SECRET, extra_headers={"x-tidegate-session": "tuesday"})
     assert await erase(stage, keys["me"], "tuesday") != group
     await eventually(lambda: not kept(stage, journal))
     assert await erase(stage, keys["me"], "tuesday") == 404
-    assert await erase(stage, keys["me"], group) == group, "a repeated one"
+    assert await erase(stage, keys["me"], group, again=True) == group, "a repeated one"
     assert await stage.client.erased_groups() != []
     status, _ = await feedback(stage, keys["me"], reply.id, "up")
     assert status == 404

@@ -25,6 +25,7 @@ from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.engines.fair_queue import has_room
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
+from tidegate.gateway.groups.store import ERASED
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
 from tidegate.gateway.turns.request_body import LARGE
@@ -282,7 +283,7 @@ class Conversations:
 
     # -- erasure ---------------------------------------------------------------------------------
 
-    async def erase(self, client: str, about: str) -> str:
+    async def erase(self, client: str, about: str) -> tuple[str, bool]:
         """Delete all that is recorded of a conversation or group of a client.
 
         Args:
@@ -290,7 +291,7 @@ class Conversations:
             about: Id of a reply or name of a conversation that has not ended, or the name of a group.
 
         Returns:
-            The name of the group.
+            The name of the group, and whether it was erased before.
 
         Raises:
             GatewayError: 404 if the key has none of these.
@@ -304,10 +305,13 @@ class Conversations:
         )
         if not known:
             raise GatewayError(
-                f"there is no reply, conversation or group {about!r} of this key"[:300], status=404
+                f"there is no reply, conversation or group {about!r} of this key; a conversation that has "
+                "ended is named by its group"[:300],
+                status=404,
             )
+        again = groups.end_reason(group_id) == ERASED
         await self._gateway.erase(group_id)
-        return group_id.rpartition(".")[2]
+        return group_id.rpartition(".")[2], again
 
     def _named(self, client: str, about: str) -> Conversation | None:
         """Return the conversation with a reply of this id, or with this name."""

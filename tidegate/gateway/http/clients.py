@@ -62,8 +62,8 @@ class ClientRoutes:
     async def erase(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client = _client(gateway, scope)
         await read_body(receive, small=True)
-        group = await self._conversations.erase(client, str(scope["path_params"]["name"]))
-        await respond(send, 200, exact.dumps({"group": group}))
+        group, again = await self._conversations.erase(client, str(scope["path_params"]["name"]))
+        await respond(send, 200, exact.dumps({"group": group, "already_erased": again}))
 
     async def open_episode(self, gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:
         client, group = _authenticate(gateway, scope)
@@ -140,7 +140,12 @@ def _kept(gateway: Gateway, text: str | None) -> str | None:
 def _client(gateway: Gateway, scope: Scope) -> str:
     client = gateway.keys.name_of(bearer_key(scope))
     if client is None:
-        raise GatewayError("this route needs a project key of this gateway (tidegate keys)", status=401)
+        how = (
+            "`tidegate keys create NAME` adds one to the file gateway.keys and prints it"
+            if gateway.keys.required
+            else "the gateway has none, as gateway.keys is not set"
+        )
+        raise GatewayError(f"this route needs a project key of this gateway: {how}", status=401)
     return client
 
 

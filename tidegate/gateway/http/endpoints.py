@@ -14,7 +14,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.dialects import chat, messages
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
-from tidegate.gateway.errors import ApiError, unknown_model
+from tidegate.gateway.errors import ApiError, unknown_model, wrong_project_key
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import ResponseWriter, refuse, respond
 from tidegate.gateway.request import RawBody
@@ -212,7 +212,13 @@ def untrained_key(gateway: Gateway, session: GatewaySession) -> str | None:
 
 def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:
     """Returns the session of a call's key. Raises ApiError, also if the path names another session."""
-    return gateway.sessions.authenticate(_key(headers), _session_id(scope))
+    session_id = _session_id(scope)
+    try:
+        return gateway.sessions.authenticate(_key(headers), session_id)
+    except ApiError:
+        if session_id is None and gateway.keys.required:
+            raise wrong_project_key() from None
+        raise
 
 
 def client_name(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> str | None:

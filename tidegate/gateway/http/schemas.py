@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -13,6 +13,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession
 from tidegate.gateway.sessions.store import SessionStore
+from tidegate.loading import did_you_mean
 from tidegate.types import ENGINE_WAIT_S, MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome, Trajectory, fields_of
 
 Epoch = Annotated[int, Field(ge=0)]
@@ -336,11 +337,28 @@ def read(kind: type[B], body: bytes | bytearray) -> B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise GatewayError(explain(error.errors()), status=400) from None
+        raise GatewayError(explain(error.errors(), kind.model_fields), status=400) from None
 
 
-def explain(errors: Sequence[Any]) -> str:
-    """Formats Pydantic's errors as one line."""
-    return "; ".join(
-        f"{'.'.join(str(part) for part in error['loc']) or 'body'}: {error['msg']}" for error in errors
-    )
+def explain(errors: Sequence[Any], fields: Collection[str] = ()) -> str:
+    """Formats Pydantic's errors as one line.
+
+    Args:
+        errors: The errors; those of a union's branches become one.
+        fields: Names of the body's fields, for an unknown one.
+    """
+    reasons: dict[str, list[str]] = {}
+    for error in errors:
+        name = ".".join(str(part) for part in error["loc"] if not _is_branch(part)) or "body"
+        reason, value = error["msg"], error.get("input")
+        if error["type"] == "extra_forbidden":
+            reason += f"{did_you_mean(name, fields)}; the fields are {', '.join(fields)}" if fields else ""
+        elif error["type"] not in ("missing", "json_invalid") and not name.endswith("key"):
+            name += f" = {value!r:.60}" if value is None or isinstance(value, str | float | int) else ""
+        reasons.setdefault(name, []).append(reason)
+    return "; ".join(f"{name}: {', or '.join(dict.fromkeys(found))}" for name, found in reasons.items())
+
+
+def _is_branch(part: str | int) -> bool:
+    """Returns whether a part of a location is a union's branch, which Pydantic adds."""
+    return isinstance(part, str) and (part in ("int", "float", "str", "none") or "[" in part)
