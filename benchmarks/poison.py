@@ -4,7 +4,7 @@ The policy must learn, each poisoned task that is issued must be quarantined aft
 attempts of a slot, and the ledger must be consistent. With `--stateful` the calculator is a tool of the
 environment (`desk.py`), and the agent is `chat`.
 
-    python benchmarks/poison.py [--json] [--steps 40] [--stateful] [--keep DIR]
+    python benchmarks/poison.py [--json] [--steps 60] [--stateful] [--keep DIR]
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stateful", action="store_true", help="the calculator is the environment's")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     arguments = parser.parse_args()
