@@ -77,7 +77,8 @@ class PlainView:
         )
         rate = number(self._sampled.per_second(), 0)
         what = "paused by an outage" if snapshot.get("outage/now") else "waiting"
-        self._print(f"{what}: groups {stages}; {rate} tokens/s")
+        why = self._signs.filtered(snapshot)
+        self._print(f"{what}: groups {stages}{f'; {why}' if why else ''}; {rate} tokens/s")
 
     def step(self, metrics: Mapping[str, float]) -> None:
         if "reward/mean" in metrics:

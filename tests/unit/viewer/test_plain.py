@@ -131,6 +131,20 @@ def test_long_waits_are_reported(view: PlainView, console: Console, clock: Clock
     assert "waiting: groups 12 live, 3 ready, 0 leased; 100 tokens/s" in lines[0]
 
 
+def test_a_wait_names_the_groups_that_were_filtered_meanwhile(
+    view: PlainView, console: Console, clock: Clock
+) -> None:
+    view.step({"step": 3, "reward/mean": 0.5, "groups/filtered": 4.0, "groups/filtered_failed": 4.0})
+    counts = {"groups/live": 12.0, "groups/filtered": 34.0, "groups/filtered_solved": 10.0}
+    clock.now += 31.0
+    view.state({**counts, "groups/filtered_failed": 22.0, "groups/filtered_cut": 5.0})
+    why = (
+        "30 groups filtered since step 3: 10 all solved, 18 all failed (5 with every reply cut at a token "
+        "limit), 2 with other equal rewards or by trainer.filter; "
+    )
+    assert f"waiting: groups 12 live, 0 ready, 0 leased; {why}" in lines_of(console)[-1]
+
+
 def test_text_from_elsewhere_stays_one_harmless_line(view: PlainView, console: Console) -> None:
     view.note("[/x] [red]" + "long " * 40 + "\x1b[2J")
     (line,) = lines_of(console)

@@ -66,30 +66,41 @@ class SignWatch:
 
         A run whose groups are all filtered takes no step, so its metrics do not show it.
         """
-        now = {**self._last, **{key: known(value) or 0.0 for key, value in snapshot.items()}}
-        filtered, solved, failed, cut = (
-            now.get(key, 0.0) - self._last.get(key, 0.0)
-            for key in (
-                "groups/filtered",
-                "groups/filtered_solved",
-                "groups/filtered_failed",
-                "groups/filtered_cut",
-            )
-        )
-        useful = now.get("groups/leased", 0.0)
+        filtered, solved, failed, cut = self._filtered(snapshot)
+        useful = known(snapshot.get("groups/leased")) or 0.0
         if self._waiting or filtered < MANY or useful > FEW * (filtered + useful):
             return None
         self._waiting = True
         sign = Sign(
             FILTERED, "groups/filtered",
-            f"{number(filtered, 0)} groups filtered since step {max(0, self.history.step)}: "
-            f"{number(solved, 0)} all solved, {number(failed, 0)} all failed"
-            + (f" ({number(cut, 0)} with every reply cut at a token limit)" if cut else "")
-            + f"; {number(useful, 0)} can be trained on",
+            f"{self.filtered(snapshot)}; {number(useful, 0)} can be trained on",
             f"{MANY} filtered, at most {number(100 * FEW, 0)}% with different rewards",
             remedy_of_equal_groups(solved, failed, cut),
         )  # fmt: skip
         return sign if self._hold(sign, max(0, self.history.step)) else None
+
+    def filtered(self, snapshot: Mapping[str, object]) -> str:
+        """Returns how many groups were filtered since the newest step, and why; empty if there are none."""
+        filtered, solved, failed, cut = self._filtered(snapshot)
+        if not filtered:
+            return ""
+        others = filtered - solved - failed
+        return (
+            f"{number(filtered, 0)} groups filtered since step {max(0, self.history.step)}: "
+            f"{number(solved, 0)} all solved, {number(failed, 0)} all failed"
+            + (f" ({number(cut, 0)} with every reply cut at a token limit)" if cut else "")
+            + (f", {number(others, 0)} with other equal rewards or by trainer.filter" if others > 0 else "")
+        )
+
+    def _filtered(self, snapshot: Mapping[str, object]) -> tuple[float, ...]:
+        """Returns the numbers since the newest step: filtered, all solved, all failed, all cut."""
+        keys = [f"groups/filtered{reason}" for reason in ("", "_solved", "_failed", "_cut")]
+        last = [self._last.get(key, 0.0) for key in keys]
+        now = [
+            before if (value := known(snapshot.get(key))) is None else value
+            for key, before in zip(keys, last, strict=True)
+        ]
+        return tuple(after - before for after, before in zip(now, last, strict=True))
 
     def newest(self, key: str) -> float | None:
         """Returns the newest value of a metric; None if there was none."""
