@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests import REPO
 from tests.gsm8k_data import GSM8K, needs_gsm8k
+from tests.http_app import served_app
 from tests.scripted_llm import scripted_llm
 from tidegate.cli import main
 from tidegate.errors import ConfigError
@@ -354,7 +356,33 @@ def test_an_endpoint_that_is_not_there_ends_it_soon(
     assert main(words) == 1
     err = capsys.readouterr().err
     assert re.search(r"none of 16 episodes succeeded; 16 of them: agent_error: .*[Cc]onnection", err)
+    nothing = r"--url: nothing answers at http://127.0.0.1:9/v1/models: .*refused; start the server"
+    assert len(re.findall(nothing, err)) == 2, "at once, and with the error"
     assert json.loads((tmp_path / "out" / "results.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", r"http://[0-9.:]+/models answers with status 404 \(Python/.*\): 404: Not Found; .* ends in /v1"),
+        ("/v1", r"http://[0-9.:]+/v1/models lists the models one, two$"),
+    ],
+)
+async def test_a_server_whose_calls_all_fail_is_described(
+    tmp_path: Path, agents: Path, path: str, said: str
+) -> None:
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "one"}, {"id": "two"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    async with served_app(app) as url:
+        code, _, err = await cli(
+            "--url", url + path, "--model", "m", "--tasks", "1", "--sets", "main",
+            "--agent.use", f"{agents}:impatient", "--out", str(tmp_path / "out"),
+        )  # fmt: skip
+    assert code == 1
+    assert re.search(rf"none of 1 episodes succeeded.*\n--url: {said}", err, re.MULTILINE), err
 
 
 async def test_an_interrupted_evaluation_keeps_what_it_has(tmp_path: Path, agents: Path) -> None:
@@ -368,6 +396,7 @@ async def test_an_interrupted_evaluation_keeps_what_it_has(tmp_path: Path, agent
     assert process.stderr is not None
     try:
         async with asyncio.timeout(60):
+            assert b"nothing answers at http://there/v1/models" in await process.stderr.readline()
             assert (await process.stderr.readline()).decode() == "evaluation: 1 of 10\n"
             process.send_signal(signal.SIGINT)
             printed, _ = await process.communicate()

@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, NoUsableEpisodesError
 from tidegate.evaluation.offers import AttemptServer
 from tidegate.evaluation.sampler import SampledAttempt
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.gateway.groups.rewards import Scorer
+from tidegate.service.http_client import bearer
 from tidegate.service.service import LOOPBACK
 from tidegate.trainer.preflight import check_engines
 from tidegate.trainer.processes.agents import AgentProcess, supervise_agents
@@ -27,6 +32,9 @@ from tidegate.trainer.processes.servers import LocalProcesses, environment_serve
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.rollout.episodes import EpisodeSource
 from tidegate.types import Outcome, Sampling, Task, Trajectory
+
+PROBE_S = 5.0
+"""Timeout of the request for an endpoint's models."""
 
 
 @dataclass(slots=True)
@@ -135,7 +143,43 @@ async def direct(
         stack.push_async_callback(guard.close)
         await process.start()
         guard.watch(supervise_agents(process, offers, note), process.name)
-        yield _DirectAttempt(endpoint, offers, Scorer(environments), settings.agent.deadline_s)
+        answers, described = await asyncio.to_thread(describe_endpoint, endpoint)
+        if not answers:
+            note(described)
+        try:
+            yield _DirectAttempt(endpoint, offers, Scorer(environments), settings.agent.deadline_s)
+        except NoUsableEpisodesError as error:
+            raise NoUsableEpisodesError(f"{error}\n{described}") from None
+
+
+def describe_endpoint(endpoint: ModelEndpoint) -> tuple[bool, str]:
+    """Asks an endpoint for its models.
+
+    An endpoint without `GET /models` may serve an agent nevertheless.
+
+    Returns:
+        Whether anything answers, and one line that names the address and the answer.
+    """
+    address = f"{endpoint.base_url}/models"
+    request = Request(address, headers=bearer(endpoint.api_key))
+    try:
+        with urlopen(request, timeout=PROBE_S) as response:
+            status, server, content = response.status, response.headers.get("server"), response.read(100_000)
+    except HTTPError as error:
+        status, server, content = error.code, error.headers.get("server"), error.read(100_000)
+    except (OSError, HTTPException, ValueError) as error:
+        why = getattr(error, "reason", error) or type(error).__name__
+        return False, f"--url: nothing answers at {address}: {why}; start the server, or correct the address"
+    try:
+        names = [str(model["id"]) for model in json.loads(content)["data"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        said = f" ({server})" if server else ""
+        text = " ".join(content.decode("utf-8", "replace").split())[:100]
+        return True, (
+            f"--url: {address} answers with status {status}{said}: {text or 'no body'}; the address of an "
+            "OpenAI-compatible server ends in /v1 mostly, and --api-key-env names the variable with its key"
+        )
+    return True, f"--url: {address} lists the models {', '.join(names[:20]) or 'none'}"
 
 
 def _trajectory(task: Task, report: Mapping[str, Any]) -> Trajectory:
