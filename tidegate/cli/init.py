@@ -106,8 +106,9 @@ def _with_data(arguments: argparse.Namespace) -> int:
         f"  cd {project.name}{_missing(python(), needed)}\n"
         f"  {program()} eval --config config.toml --gold\n"
         f"  {program()} doctor\n"
-        f"  {program()} train config.toml --dry-run\n"
-        f"  {program()} train config.toml --model.path MODEL"
+        f"  {program()} convert smollm2 --out smollm2   # or a model of your own\n"
+        f"  {program()} train config.toml --model.path smollm2 --dry-run\n"
+        f"  {program()} train config.toml --model.path smollm2"
     )
     return 0
 
