@@ -17,6 +17,7 @@ from openai import AsyncOpenAI, BadRequestError, RateLimitError
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_conversations import feedback, say, sessions
+from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients import conversations, groups
@@ -235,3 +236,27 @@ async def test_a_body_of_too_many_values_is_refused_before_it_is_redacted() -> N
     with pytest.raises(ApiError, match="more than 1000000 values") as refused:
         redact_body(body, str)
     assert refused.value.status == 413
+
+
+async def test_conversations_without_feedback_are_kept_up_to_a_number_for_each_key(
+    tmp_path: Path, keys: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "MAX_UNREWARDED", 2)
+    monkeypatch.setattr(conversations, "SWEEP_S", 0.01)
+    files = {"keys": tmp_path / "keys.json", "journal": tmp_path / "journal"}
+    async with staged(make_model_dir(tmp_path / "tiny"), feedback_window_s=0.05, **files) as stage:
+
+        def ended() -> list[tuple[str, str]]:
+            return [(one.client or "", one.conversation or "") for one in sessions(stage) if one.finished]
+
+        for name, number in (("honest", 0), *(("hostile", number) for number in range(5)), ("honest", 1)):
+            async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=keys[name], max_retries=0) as user:
+                await say(user, [], extra_headers={"x-tidegate-session": f"c{number}"})
+            await eventually(lambda last=(name, f"c{number}"): last in ended())  # type: ignore[misc]
+        kept = [("honest", "c0"), ("hostile", "c3"), ("hostile", "c4"), ("honest", "c1")]
+        await eventually(lambda: ended() == kept)
+        rows = await stage.client.list_groups()
+        assert [row.outcome for row in rows] == ["unrewarded"] * 4
+        restored = killed(tmp_path)
+    async with staged(tmp_path / "tiny", **files | {"journal": restored}) as stage:
+        assert [(one.client, one.conversation) for one in sessions(stage)] == kept

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import secrets
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +39,8 @@ LONGEST_S = 60.0
 MAX_CONVERSATIONS = 10_000
 """Limit of the conversations that have not ended, of all clients together; a client below its equal share of
 them may always begin one."""
+MAX_UNREWARDED = 1000
+"""Limit of the ended conversations without a reward that are kept for each client; the oldest is deleted."""
 Key = tuple[str, object]
 """Client, and what identifies a reply or a conversation among the client's."""
 
@@ -85,6 +87,8 @@ class Conversations:
         self._sweeper: asyncio.Task[None] | None = None
         self._ending: dict[str, asyncio.Task[None]] = {}
         """By session id: the tasks that end conversations, which wait for reward functions."""
+        self._unrewarded: defaultdict[str, deque[str]] = defaultdict(deque)
+        """By client: the session ids of ended conversations without a reward, oldest first."""
         self._probe = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=0.0)
 
     @property
@@ -387,9 +391,15 @@ class Conversations:
         session = conversation.session
         report = FinishReport() if rewarded else FinishReport(Outcome.UNREWARDED, "no feedback came in time")
         trajectory = await self._gateway.finish(session.id, report)
-        if trajectory is not None and trajectory.reward is not None:
+        has_reward = trajectory is not None and trajectory.reward is not None
+        if has_reward:
             await self._gateway.seal(session.group_id or "", CONVERSATION, [session.id])
         self._forget(conversation)
+        if not has_reward:
+            ended = self._unrewarded[conversation.client]
+            ended.append(session.id)
+            if len(ended) > MAX_UNREWARDED:
+                await self._gateway.delete_session(ended.popleft())
 
     def _on_forgotten(self, session: GatewaySession) -> None:
         """End a conversation whose session was deleted: its client or the trainer ended its group."""

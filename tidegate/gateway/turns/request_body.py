@@ -20,7 +20,7 @@ from tidegate.service.direct.asgi import DirectReceive
 MAX_BODY = 64 * 2**20
 SMALL_BODY = 2**20
 """Limit of the bodies of routes that need no text of a model."""
-HELD_BODIES = 2 * MAX_BODY
+HELD_BODIES = MAX_BODY
 """Limit of the bytes of bodies that are read at one time for one project key or session."""
 MAX_VALUES = 1_000_000
 """Values in a large body of which nothing else is known."""
