@@ -170,7 +170,7 @@ def check_environment(settings: Settings) -> tuple[Settings, Environment]:
 def check_surroundings(settings: Settings, environment: Environment, *, own_gateway: bool) -> None:
     """Raises StartError if the gateway's port, the engines or sandboxes cannot be used.
 
-    Raises ConfigError if weights cannot be sent to the engines.
+    Raises ConfigError if ranks and engines would share GPUs, or if weights cannot be sent to the engines.
 
     Args:
         settings: Settings of the run.
@@ -184,6 +184,7 @@ def check_surroundings(settings: Settings, environment: Environment, *, own_gate
     check_engines(settings.engine.urls)
     if own_gateway:
         check_nccl(settings)
+        engine_gpus(settings, len(visible_gpus()))
 
 
 async def _open_sandboxes(settings: Settings, environment: Environment) -> None:
@@ -214,8 +215,6 @@ async def _open_sandboxes(settings: Settings, environment: Environment) -> None:
 def check_model(settings: Settings, *, engines: bool | None) -> None:
     """Raises StartError if the device, the tokenizer or the free memory does not suit the model.
 
-    Raises ConfigError if ranks and engines would share GPUs.
-
     Args:
         settings: Settings of the run.
         engines: Whether engines are started on this machine, too; None: others share the work.
@@ -225,7 +224,6 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
     find_device("trainer.device", settings.trainer.device)
     refuse_unusable(settings.model.path)
     if engines is not None:
-        engine_gpus(settings, len(visible_gpus()))
         check_memory(settings, free_memory, engines=engines)
 
 

@@ -426,7 +426,11 @@ def test_ranks_need_a_device_each():
         ({"kind": "sglang"}, "bfloat16", ["--dtype", "bfloat16", "--enable-fp32-lm-head"]),
         ({"kind": "vllm", "dtype": "float32"}, "float32", ["--dtype", "float32"]),
         ({"kind": "sglang", "arguments": ["--dtype=float32"]}, "float32", ["--dtype=float32"]),
-        ({"kind": "sglang", "arguments": ["--dtype", "half"]}, "float32", ["--dtype", "half"]),
+        (
+            {"kind": "sglang", "arguments": ["--dtype", "half"]},
+            "float32",
+            ["--enable-fp32-lm-head", "--dtype", "half"],
+        ),
     ],
 )
 def test_weights_are_published_in_the_number_type_that_the_engines_are_given(

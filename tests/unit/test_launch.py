@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,7 @@ from tidegate.config import Settings
 from tidegate.launch import _report
 from tidegate.program import program
 from tidegate.settings.sections import dump
+from tidegate.trainer import preflight
 from tidegate.trainer.result import RunResult
 from tidegate.viewer.live import make_view
 
@@ -83,6 +85,40 @@ def test_a_machine_without_bubblewrap_is_found_before_the_start(
         said
     )
     assert not (tmp_path / "run").exists(), "nothing was written"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "examples/demo/config.toml"],
+        ["sft", "examples/demo/config.toml", "--then", "train"],
+        ["serve", "examples/online/config.toml"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--trainer.publish_transport=broadcast"], "the trainer has NCCL 2.29.7, and engine.python"),
+        (["--trainer.ranks=2"], "trainer.ranks = 2 and 1 engines need 2 + 1 × 1 GPUs"),
+    ],
+)
+def test_gpus_and_nccl_are_checked_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: list[str], given: list[str], said: str,
+) -> None:  # fmt: skip
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho nvidia-nccl-cu13 2.30.7\n")
+    python.chmod(0o755)
+    own = SimpleNamespace(metadata={"Name": "nvidia-nccl-cu13"}, version="2.29.7")
+    monkeypatch.setattr(preflight, "distributions", lambda: [own])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.chdir(REPO)
+    engine = ["--engine.kind=sglang", f"--engine.python={python}", "--engine.max_slots=64"]
+    place = ["--engine.max_context=1024", "--trainer.device=cuda", f"--run.dir={tmp_path}", "--run.name=run"]
+    code = main([*words, *engine, *place, *given])
+    assert (code, said in (err := capsys.readouterr().err)) == (2, True), err
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]
 
 
 def test_an_id_on_the_hub_is_answered_with_the_command_that_fetches_it(

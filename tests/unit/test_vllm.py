@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tests.waiting import eventually
 from tidegate.config import EngineSettings
 from tidegate.engine.requests.params import TokenLimits
-from tidegate.engine.requests.request import parse_generate
+from tidegate.engine.requests.request import WeightUpdate, parse_generate
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.trainer.processes.servers import vllm_arguments
@@ -300,6 +300,21 @@ class Refusing:
         self.lets_in = asyncio.Event()
         """Requests reach the server only then; a pause may come first."""
         self.lets_in.set()
+        self.named = ""
+        self.on_reload: Callable[[], Awaitable[None]] | None = None
+
+    async def reload(self, directory: Path) -> None:
+        if self.on_reload is not None:
+            await self.on_reload()
+
+    async def reset_cache(self) -> bool:
+        return True
+
+    async def label(self, version: str) -> None:
+        self.named = version
+
+    async def version(self) -> str:
+        return self.named
 
     async def generate(self, body: Any) -> dict[str, Any]:
         await self.lets_in.wait()
@@ -357,6 +372,33 @@ async def test_a_request_to_a_paused_server_waits_until_it_resumes(
     async with asyncio.timeout(5):
         assert await asking == [5]
     assert server.refused == on_its_way
+
+
+async def test_a_pause_that_fails_does_not_end_an_earlier_one(adapter: EngineAdapter) -> None:
+    server: Any = adapter.upstream
+    await adapter.pause("retract")
+
+    async def fail(mode: str) -> None:
+        raise EngineError("no answer")
+
+    server.pause = fail
+    with pytest.raises(EngineError, match="no answer"):
+        await adapter.pause("retract")
+    asking = asyncio.create_task(reply_of(adapter, stream=False))
+    await eventually(lambda: bool(adapter._running))
+    await adapter.resume()
+    async with asyncio.timeout(5):
+        assert await asking == [5]
+    assert server.refused == 0
+
+
+async def test_a_pause_during_a_load_outlasts_it(adapter: EngineAdapter) -> None:
+    await adapter.load_weights(WeightUpdate(adapter.options.model, "1", keep_cache=False, abort_all=True))
+    server: Any = adapter.upstream
+    assert (adapter.version, server.paused, adapter.paused) == ("1", False, False)
+    server.on_reload = lambda: adapter.pause("retract")
+    await adapter.load_weights(WeightUpdate(adapter.options.model, "2", keep_cache=False, abort_all=True))
+    assert (adapter.version, server.paused, adapter.paused) == ("2", True, True)
 
 
 async def test_a_server_that_fails_without_a_pause_is_reported(adapter: EngineAdapter) -> None:

@@ -33,8 +33,9 @@ INTERPRETER = re.compile(
     r"(python|pypy|ruby|perl|php|lua|Rscript|julia|(ba|da|z|k)?sh|node|nodejs|deno|bun|npx|tsx|ts-node|uv)[\d.]*"
 )
 SCRIPT = re.compile(r".+\.([cm]?[jt]sx?|pyc?|rb|pl|php|lua|[rR]|jl|(ba|z|k)?sh)")
-CODE = re.compile(r"-\w*[cemp]|--(eval|print)")
-"""Options of interpreters after which no script is named: program text, or a module."""
+UNCHECKED = re.compile(r"-\w*[cempr]|--(eval|print|require|import|directory|cwd)(=.*)?|\w+://.*")
+"""Options of interpreters, after which a word may name program text, a module or a file of another directory;
+and a script's URL."""
 
 
 class CommandAgent(Agent):
@@ -181,11 +182,16 @@ def _check_files(command: Sequence[str], path: str | None) -> None:
     """Raises ConfigError if the program, or the script that an interpreter is to run, does not exist."""
     program, *arguments = command
     if shutil.which(program, path=path) is None:
+        if os.path.isfile(program):
+            raise ConfigError(
+                f"agent.options.command: {program} is not executable: run chmod +x, or name its interpreter "
+                "before it"
+            )
         where = f"at {os.path.abspath(program)}" if "/" in program else f"in PATH ({path})"
         raise ConfigError(f"agent.options.command: there is no program {program!r}: looked for it {where}")
     if INTERPRETER.fullmatch(os.path.basename(program)) is None:
         return
-    for word in itertools.takewhile(lambda word: CODE.fullmatch(word) is None, arguments):
+    for word in itertools.takewhile(lambda word: UNCHECKED.fullmatch(word) is None, arguments):
         if SCRIPT.fullmatch(word) and not word.startswith("-"):
             if not os.path.exists(word):
                 raise ConfigError(

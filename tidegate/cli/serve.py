@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.launch import check, check_model
     from tidegate.service.directory_lock import DirectoryLock
     from tidegate.settings.sections import split_file
-    from tidegate.trainer.preflight import check_writable
+    from tidegate.trainer.preflight import check_nccl, check_writable
     from tidegate.trainer.processes.standing import StandingService
 
     file, overrides = split_file(rest)
@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     service = StandingService(settings, lambda text: print(text, flush=True))
     check(settings)
     check_writable(settings.run_dir)
+    check_nccl(settings)  # its trainer knows the engines by their addresses only
     check_model(settings, engines=True)
     with DirectoryLock(settings.run_dir, "tidegate serve") as lock:
         if arguments.fresh:

@@ -116,11 +116,11 @@ class Examination:
         if settings.engine.urls:
             return [url.rstrip("/") for url in settings.engine.urls]
         weights = settings.model.path.absolute()
-        engine = LocalProcesses().engines(settings, self.folder, lambda: (weights, 0))[0]
-        stack.push_async_callback(engine.stop)
         try:
+            engine = LocalProcesses().engines(settings, self.folder, lambda: (weights, 0))[0]
+            stack.push_async_callback(engine.stop)
             return [await engine.start()]
-        except StartError as failure:
+        except (ConfigError, StartError) as failure:
             self._report([error("engine", "engine_does_not_start", str(failure))])
             return []
 

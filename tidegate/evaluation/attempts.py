@@ -65,6 +65,9 @@ async def hosted(
     """
     await asyncio.to_thread(check_engines, settings.engine.urls)
     weights = settings.model.path.absolute()
+    # No trainer runs: its ranks need no GPUs.
+    trainer = settings.trainer.model_copy(update={"device": "cpu", "ranks": 1})
+    settings = settings.model_copy(update={"trainer": trainer})
     async with contextlib.AsyncExitStack() as stack:
         try:
             processes = await start_processes(

@@ -91,13 +91,11 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
     def numbered(self, index: int) -> list[str]:
         """Returns the arguments of the engine with this number, with its number types."""
         given = super().numbered(index)
-        if self.dtype_argument:
-            return given
-        logits = (
-            ["--enable-fp32-lm-head"] if self.kind == "sglang" and self.weights_dtype != "float32" else []
-        )
-        own = [argument for argument in logits if argument not in given]
-        return ["--dtype", self.weights_dtype, *own, *given]
+        own = [] if self.dtype_argument else ["--dtype", self.weights_dtype]
+        shorter = (self.dtype_argument or self.weights_dtype) not in ("float32", "float")
+        if self.kind == "sglang" and shorter and "--enable-fp32-lm-head" not in given:
+            own.append("--enable-fp32-lm-head")
+        return [*own, *given]
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineSettings:

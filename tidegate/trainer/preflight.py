@@ -29,7 +29,7 @@ NCCL = "nvidia-nccl-"
 """Begin of the names of the packages with NCCL; torch requires one of them."""
 LIST_PACKAGES = (
     "from importlib.metadata import distributions as found; "
-    "print(*{one.metadata['Name'] + ' ' + one.version for one in found()}, sep='\\n')"
+    "print(*{f'{one.metadata[\"Name\"]} {one.version}' for one in found()}, sep='\\n')"
 )
 PYTHON_S = 60.0
 """Time limit of an interpreter that lists its packages."""
@@ -52,6 +52,11 @@ def _check_engine(url: str) -> None:
         with build_opener(ProxyHandler({})).open(request, timeout=ENGINE_S) as response:
             info = json.loads(response.read(1_000_000))
     except HTTPError as error:
+        if error.code == 401:
+            raise StartError(
+                f"engine.urls: {url} refuses the key of this run (401); give the engine's key in the "
+                f"environment variable {ENGINE_KEY}"
+            ) from None
         raise _no_engine(url, f"answers GET /model_info with {error.code} {error.reason}") from None
     except (OSError, HTTPException) as error:
         why = getattr(error, "reason", error)

@@ -172,7 +172,8 @@ class EngineAdapter:
         try:
             await self.upstream.pause(mode)
         except EngineError:
-            self._open.set()
+            if not self.paused:
+                self._open.set()
             raise
 
     async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
@@ -193,8 +194,7 @@ class EngineAdapter:
                 await asyncio.to_thread(delta_files.materialise, update.directory, directory)
             await asyncio.to_thread(check_weights, directory, self._served, tied=self.model.tied)
             label = update.version or self.version
-            paused = self.paused
-            if not paused:
+            if not self.paused:
                 await self._pause("abort" if update.abort_all else "wait")
             try:
                 await self._label(LOADING)
@@ -205,7 +205,7 @@ class EngineAdapter:
                     )
                 await self._label(label)
             finally:
-                if not paused:
+                if not self.paused:  # also not since the load began
                     await self.resume()
         return {"weight_version": label}
 

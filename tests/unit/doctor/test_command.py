@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.doctor.common import codes
+from tests.unit.doctor.common import codes, settings_of
 from tidegate.cli import doctor
 from tidegate.config import Settings
 from tidegate.doctor.doctor import Examination
@@ -134,3 +135,15 @@ def test_the_folder_of_logs_is_removed_unless_its_path_is_told(
     with pytest.raises(end):
         doctor.run(Namespace(json=True, episodes=1), [])
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_engines_that_have_no_gpu_are_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    gpu = {"device": "cuda"}
+    settings = settings_of(engine=gpu, trainer=gpu | {"publish_transport": "broadcast"})
+    examination = Examination(settings, tmp_path, lambda _: None)
+    async with contextlib.AsyncExitStack() as stack:
+        assert await examination._engines(stack) == []
+    assert codes(examination.findings) == ["engine_does_not_start"]

@@ -272,6 +272,11 @@ def test_the_gold_output_of_mathematics_is_boxed(data: str) -> None:
     assert environment.gold_output(task) == f"\\boxed{{{task.answer}}}"
 
 
+def test_a_long_text_of_csv_is_read_whole(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text(f"q,a\n{'x' * 200_000},1\n")
+    assert len(read_rows(tmp_path / "d.csv")[0].values["q"]) == 200_000
+
+
 @pytest.mark.parametrize(("separator", "mark"), [(",", b""), (";", b"\xef\xbb\xbf"), ("\t", b"")])
 def test_csv_rows_are_texts(tmp_path: Path, separator: str, mark: bytes) -> None:
     lines = [
@@ -296,8 +301,8 @@ def test_csv_rows_are_texts(tmp_path: Path, separator: str, mark: bytes) -> None
         (b"q,a\n1,2\n3\n", r"row 2: it does not have the 2 cells of the header"),
         (b"q,a\n1,2,3\n", r"row 1: it does not have the 2 cells of the header; .*\(','\) in quotes"),
         (b"q,a,q\n1,2,3\n", "the header has 'q' twice"),
-        (b"q,a\n\xfc,1\n", "not UTF-8"),
-        (b'q,a\n"x"y,1\n', "cannot be read as CSV"),
+        (b"q,a\n\xfc,1\n", r"not UTF-8: byte 0xfc \(invalid start byte\); save it as UTF-8"),
+        (b'q,a\n1,2\n"x"y,1\n', "cannot be read as CSV: line 3: "),
         (b"", "contains no rows"),
         (b"q,a\n", "contains no rows"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -60,6 +61,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
     [
         ((200, b'{"weight_version": "3"}'), None),
         ((404, b"<html>"), "answers GET /model_info with 404 Not Found, so a run cannot train"),
+        ((401, b"{}"), r"refuses the key of this run \(401\); give .* variable TIDEGATE_ENGINE_KEY"),
         ((200, b"<html>"), "with invalid JSON"),
         ((200, b"\xff"), "with invalid JSON"),
         ((200, b"[]"), "names no weight_version"),
@@ -245,6 +247,9 @@ def test_another_nccl_in_the_engines_environment_is_refused_with_the_remedy(
             preflight.check_nccl(settings)
 
 
-def test_packages_are_listed_by_another_interpreter() -> None:
-    listed = subprocess.run([sys.executable, "-c", preflight.LIST_PACKAGES], capture_output=True, text=True)
+def test_packages_are_listed_by_another_interpreter(tmp_path: Path) -> None:
+    (tmp_path / "~orch-2.0.dist-info").mkdir()  # what an interrupted pip leaves: a package without a name
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", preflight.LIST_PACKAGES]
+    listed = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert any(line.startswith("torch ") for line in listed.stdout.splitlines()), listed.stderr

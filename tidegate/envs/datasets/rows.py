@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +86,7 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
 
 def _csv(path: Path) -> Iterator[DataRow]:
     """Yields the rows below the header, with texts in columns separated by commas, semicolons or tabs."""
+    csv.field_size_limit(sys.maxsize)  # its default is 131,072 characters
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = file.readline()
@@ -104,9 +106,11 @@ def _csv(path: Path) -> Iterator[DataRow]:
                     )
                 yield row
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason}; save it as UTF-8") from None
+        raise ConfigError(
+            f"{path}: not UTF-8: byte {error.object[error.start]:#x} ({error.reason}); save it as UTF-8"
+        ) from None
     except csv.Error as error:
-        raise ConfigError(f"{path} cannot be read as CSV: {error}") from None
+        raise ConfigError(f"{path} cannot be read as CSV: line {reader.reader.line_num}: {error}") from None
 
 
 def _no_constant(name: str) -> Any:

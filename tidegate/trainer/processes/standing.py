@@ -143,7 +143,10 @@ class StandingService:
         given = _with_absolute_paths(settings)
         given["gateway"] = {"url": self.gateway.url}
         del given["env"]["judge"]  # the gateway has it
-        given["engine"] = {"urls": [engine.url for engine in self.engines]}
+        urls = [engine.url for engine in self.engines]
+        given["engine"] = {
+            "urls": urls, "kind": settings.engine.kind, "dtype": settings.engine.weights_dtype
+        }  # fmt: skip
         given["run"] |= {"live_view": False, "dir": str(settings.run.dir.absolute())}
         if "steps" not in settings.trainer.model_fields_set:
             given["trainer"]["steps"] = ENDLESS

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tidegate import devices
 from tidegate.config import Settings
 from tidegate.errors import ConfigError
+from tidegate.evaluation import attempts
+from tidegate.launch import check_model
+from tidegate.scaffold.init import TINY_BASE
+from tidegate.service.service import Service
+from tidegate.settings.servers import ModelSettings
 from tidegate.trainer.processes.gpus import engine_gpus
 from tidegate.trainer.processes.servers import LocalProcesses
+from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.types import Sampling
 
 SGLANG = {"kind": "sglang", "python": "/x/python"}
 VLLM = {"kind": "vllm", "python": "/x/python"}
@@ -90,6 +99,28 @@ def test_the_processes_see_only_their_gpus(tmp_path: Path, monkeypatch: pytest.M
     assert engine.variables == {}, "SGLang counts among all that are visible"
     (engine,) = LocalProcesses().engines(settings({"ranks": 2}, {"device": "cuda"}), tmp_path, weights)
     assert "--engine.device=cuda:2" in engine.command()
+
+
+def test_a_fine_tuning_needs_no_gpus_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(devices, "find_device", lambda *_: None)
+    monkeypatch.setattr(devices, "free_memory", lambda _: None)
+    given = settings({"ranks": 2}, {"device": "cuda"})
+    check_model(given.model_copy(update={"model": ModelSettings(path=TINY_BASE)}), engines=False)
+
+
+async def test_an_evaluation_needs_no_gpus_for_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    started: list[Service] = []
+
+    async def start(given: Settings, *_: object) -> Any:
+        started.extend(LocalProcesses().engines(given, tmp_path, weights))
+        return SimpleNamespace(gateway=None)
+
+    monkeypatch.setattr(attempts, "start_processes", start)
+    given = settings({"ranks": 4}, {"device": "cuda", "count": 2})
+    async with attempts.hosted(given, Sampling(), tmp_path, TaskSupervisor(), print):
+        assert ["--engine.device=cuda:0" in one.command() for one in started] == [True, False]
 
 
 def weights() -> tuple[Path, int]:

@@ -99,6 +99,25 @@ def test_the_trainer_leads_the_services_gateway(tmp_path: Path, given: list[str]
     assert settings.env.judge.url is None, "the gateway has the judge"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--engine.kind=sglang", "--engine.python=p"],
+        ["--engine.kind=vllm", "--engine.python=p", '--engine.arguments=["--dtype", "half"]'],
+        ["--engine.device=cuda"],
+        ["--engine.dtype=bfloat16"],
+    ],
+)
+def test_the_trainer_publishes_for_the_kind_and_number_type_of_the_services_engines(
+    tmp_path: Path, given: list[str]
+) -> None:
+    standing = service(tmp_path, *given)
+    standing.engines[0].url, standing.gateway.url = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    (tmp_path / "run").mkdir()
+    published, served = load_settings(standing.write_trainer_settings()).engine, standing.settings.engine
+    assert (published.kind, published.weights_dtype) == (served.kind, served.weights_dtype)
+
+
 @pytest.mark.parametrize(("given", "limited"), [([], False), (["--trainer.steps=7"], True)])
 def test_the_services_settings_continue_it_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], limited: bool
