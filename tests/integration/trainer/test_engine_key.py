@@ -76,7 +76,7 @@ async def test_a_login_in_an_engines_address_is_sent_in_place_of_the_key() -> No
     seen: list[str] = []
 
     async def info(request: web.Request) -> web.Response:
-        seen.append(request.headers.get("Authorization", "").partition(" ")[0])
+        seen.extend(value.partition(" ")[0] for value in request.headers.getall("Authorization", []))
         return web.json_response({"weight_version": "0"})
 
     app, client = web.Application(), EngineClient(5.0, 5.0, "key")
