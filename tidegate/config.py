@@ -6,15 +6,18 @@ settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from tidegate import __version__
 from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.evaluation import EvalSettings
-from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, load
+from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
 from tidegate.settings.sft import SFTSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
@@ -264,6 +267,30 @@ class Settings(SettingsSection):
                     f'{name}.{idle[0]} has no effect with agent.source = "client": tasks, '
                     "rewards and evaluations come from the clients"
                 )
+
+
+def saved(settings: Settings) -> str:
+    """Returns the content of a run's `config.toml`, with the version and the directory of the start."""
+    where = json.dumps(str(Path.cwd()), ensure_ascii=False)
+    return f"# Tidegate {__version__}, {_STARTED}{where}\n{dump(settings)}"
+
+
+_STARTED = "started in "
+
+
+def start_directory(config: Path) -> Path | None:
+    """Returns the directory to which relative paths in a run's `config.toml` refer.
+
+    None if the file names none, or the run has been moved or copied since: the paths in it are those of
+    another run then.
+    """
+    try:
+        text = config.read_text(encoding="utf-8")
+        start = Path(json.loads(text.partition("\n")[0].partition(_STARTED)[2]))
+        run = tomllib.loads(text)["run"]
+        return start if (start / run["dir"] / run["name"]).samefile(config.parent) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:

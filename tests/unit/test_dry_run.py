@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen2Config, Qwen2F
 from tests import REPO
 from tests.tiny import make_tiny_model
 from tidegate.cli import main
-from tidegate.config import Settings
+from tidegate.config import Settings, load_settings, saved
 from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
 from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
@@ -299,6 +299,31 @@ def test_an_agent_or_environment_that_does_not_exist_is_refused(
     run = ["train", "--dry-run", f"--model.path={BASE}", override.format(tmp_path)]
     assert main(run) == 2
     assert words.format(tmp_path) in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_is_resumed_from_another_directory_than_that_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project, copy = tmp_path / "project", tmp_path / "copy"
+    run_dir = project / "runs" / "run"
+    run_dir.mkdir(parents=True)
+    (project / "model").symlink_to(BASE)
+    (project / "agent.py").write_text("def solve(task, session): ...\n")
+    (run_dir / "ledger.jsonl").touch()
+    monkeypatch.chdir(project)
+    settings = load_settings(None, ["--model.path=model", "--agent.use=agent.py:solve"])
+    (run_dir / "config.toml").write_text(saved(settings))
+    shutil.copytree(project, copy, symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    resume = ["train", "project/runs/run/config.toml", "--resume", "--dry-run"]
+    assert main(resume) == 0
+    assert f"paths are relative to {project}, where the run was started" in capsys.readouterr().err
+    assert Path.cwd() == project
+    monkeypatch.chdir(copy)
+    (copy / "runs" / "run" / "ledger.jsonl").unlink()
+    assert main(["train", *resume[1:2], "--dry-run"]) == 2, "no such file"
+    assert main(["train", "runs/run/config.toml", "--dry-run"]) == 0, "a copy has paths of its own"
+    assert Path.cwd() == copy
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import argparse
 import difflib
 import importlib
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +106,27 @@ def run_directory(path: Path) -> Path:
     found = existing_directory(path)
     run_files.run_directory(found)
     return found
+
+
+def enter_start_directory(config: Path, *paths: Path | None) -> list[Any]:
+    """Makes the directory in which a run was started the working directory, and prints it.
+
+    Args:
+        config: The run's `config.toml`. With a settings file of another kind nothing is changed.
+        paths: Paths that refer to the working directory so far.
+
+    Returns:
+        These paths, absolute if the working directory was changed.
+    """
+    from tidegate.config import start_directory
+
+    start = start_directory(config)
+    if start is None or start.samefile(Path.cwd()):
+        return list(paths)
+    absolute = [None if path is None else path.absolute() for path in paths]
+    os.chdir(start)
+    print(f"tidegate: paths are relative to {start}, where the run was started", file=sys.stderr)
+    return absolute
 
 
 def existing_directory(path: Path, parent: Path = RUNS) -> Path:

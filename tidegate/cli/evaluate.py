@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, existing_directory, takes_settings
+from tidegate.cli.commands import Subparsers, enter_start_directory, existing_directory, takes_settings
 from tidegate.errors import STOPPED, ConfigError
 from tidegate.service.process_secrets import shield_process
 
@@ -56,6 +57,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             f"expected at most one run, checkpoint or model directory, got {' and '.join(words)}"
         )
     target = find_target(existing_directory(Path(words[0]))) if words else None
+    if arguments.config is None and target is not None and target.config is not None:
+        weights, run_dir, arguments.out = enter_start_directory(
+            target.config, target.weights, target.run_dir, arguments.out
+        )
+        target = replace(target, weights=weights, run_dir=run_dir)
     settings = _settings(arguments, target, overrides)
     if arguments.gold:
         return _gold(arguments, settings)

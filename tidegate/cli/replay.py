@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, run_directory, takes_settings
+from tidegate.cli.commands import Subparsers, enter_start_directory, run_directory, takes_settings
 from tidegate.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if len(words) != 1:
         raise ConfigError(f"name one run: tidegate replay RUN, not {' '.join(words) or 'none'}")
     run_dir = run_directory(Path(words[0]))
+    run_dir, arguments.out = enter_start_directory(run_dir / "config.toml", run_dir, arguments.out)
     if arguments.out is not None:
         refuse_if_in_use(arguments.out)
     settings = load_settings(run_dir / "config.toml", overrides)

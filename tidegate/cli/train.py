@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tidegate.cli.commands import Subparsers, resume_of, takes_resume, takes_settings
+from tidegate.cli.commands import Subparsers, enter_start_directory, resume_of, takes_resume, takes_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.process_secrets import shield_process
 
@@ -64,6 +64,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("--lift-quarantine applies to resumed runs only: add --resume")
     if file is None and not overrides:
         raise ConfigError("no settings: name a file, for example tidegate train examples/demo/config.toml")
+    if file is not None:
+        [file] = enter_start_directory(file, file)
     settings = load_settings(file, overrides)
     if arguments.dry_run:
         from tidegate.plan.dry_run import describe, obstacles

@@ -9,8 +9,8 @@ import traceback
 from collections.abc import Collection
 from pathlib import Path
 
-from tidegate import __version__, failpoints
-from tidegate.config import Settings, load_settings
+from tidegate import failpoints
+from tidegate.config import Settings, load_settings, saved
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, LedgerError, TidegateError
 from tidegate.observer import Observer
@@ -114,7 +114,7 @@ class Run:
         config = self.dir / "config.toml"
         changed = self._differences(config)
         part = self.dir / ".config.toml.partial"
-        part.write_text(f"# Tidegate {__version__}\n{sections.dump(self.settings)}", encoding="utf-8")
+        part.write_text(saved(self.settings), encoding="utf-8")
         with failpoints.around("config"):
             part.replace(config)
         return changed
