@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, TidegateError
 from tidegate.tracebacks import where
 
 
@@ -91,7 +91,11 @@ def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, s
 
 
 def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
-    """Returns `cls(**options)`; raises ConfigError, which names the option, if one is unknown or missing."""
+    """Returns `cls(**options)`.
+
+    Raises:
+        ConfigError: An option is unknown or missing, the class lacks a method, or the constructor raised.
+    """
     parameters = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for option in options:
@@ -106,7 +110,15 @@ def construct(cls: type[Any], options: Mapping[str, Any], what: str) -> Any:
     ]
     if missing:
         raise ConfigError(f"the {what} needs the option {', '.join(map(repr, missing))}")
-    return cls(**options)
+    if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
+        raise ConfigError(f"the {what} lacks the method {', '.join(lacking)}, which its base class needs")
+    try:
+        return cls(**options)
+    except TidegateError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}{where(error)}"
+        raise ConfigError(f"the {what} cannot be constructed: {cause}") from error
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

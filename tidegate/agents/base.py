@@ -192,12 +192,24 @@ class FunctionAgent(Agent):
         return await result if inspect.isawaitable(result) else result
 
     def with_options(self, options: Mapping[str, Any]) -> FunctionAgent:
-        """Returns an agent that calls the function with these options; raises ConfigError on unknown ones."""
-        names = list(inspect.signature(self.function).parameters)[2:]
-        for option in options:
+        """Returns an agent that calls the function with these options.
+
+        Raises:
+            ConfigError: The function takes no task and session, does not take an option, or needs another.
+        """
+        signature, name = inspect.signature(self.function), self.function.__name__
+        kinds = {parameter.kind for parameter in signature.parameters.values()}
+        names = list(signature.parameters)[2:]
+        for option in options if inspect.Parameter.VAR_KEYWORD not in kinds else ():
             if option not in names:
                 hint = did_you_mean(option, names)
-                raise ConfigError(f"the agent {self.function.__name__!r} has no option {option!r}{hint}")
+                raise ConfigError(f"the agent {name!r} has no option {option!r}{hint}")
+        try:
+            signature.bind(None, None, **options)
+        except TypeError as error:
+            raise ConfigError(
+                f"the agent {name}{signature} cannot be called with task, session and agent.options: {error}"
+            ) from None
         return FunctionAgent(self.function, options)
 
 

@@ -34,6 +34,17 @@ async def told(task, session, loud=False): return "HEY" if loud else "hey"
 
 def plain(task, session): return "plain"
 
+class Half(Agent):
+    pass
+
+class Broken(Agent):
+    def __init__(self): {}["style"]
+    async def run(self, task, session): return ""
+
+def needs(task, session, style): return style
+def any_style(task, session, **styles): return styles["style"]
+def lonely(task): return task
+
 ready = Own("ready")
 number = 3
 """
@@ -55,6 +66,8 @@ def own(tmp_path: Path) -> Path:
         ("told", {}, "hey"),
         ("told", {"loud": True}, "HEY"),
         ("plain", {}, "plain"),
+        ("needs", {"style": "fine"}, "fine"),
+        ("any_style", {"style": "rare"}, "rare"),
     ],
 )
 async def test_an_own_agent_is_found_in_a_file(own: Path, name: str, options: dict, output: str) -> None:
@@ -85,6 +98,14 @@ def test_built_in_agents() -> None:
         ("FILE:told", {"lout": True}, "no option 'lout'; did you mean 'loud'"),
         ("FILE:ready", {"style": "x"}, "neither a class nor a function"),
         ("FILE:number", {}, "is not an agent"),
+        ("FILE:needs", {}, r"needs\(task, session, style\) cannot be called .*: missing a .*: 'style'"),
+        (
+            "FILE:lonely",
+            {},
+            r"lonely\(task\) cannot be called with task, session and agent.options: too many",
+        ),
+        ("FILE:Half", {}, "Half' lacks the method run, which its base class needs"),
+        ("FILE:Broken", {}, r"cannot be constructed: KeyError: 'style' \(.*own_agents.py:17, in __init__\)"),
         ("elsewhere.py:Own", {}, "elsewhere.py: there is no such file"),
         ("no_such_module:Own", {}, "'no_such_module' cannot be imported"),
     ],

@@ -71,6 +71,8 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
+            if line.lstrip().startswith(b"["):
+                raise ConfigError(f"{where}: a list; write one object a line, as jq -c '.[]' {path} does")
             try:
                 values = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
                 if b"\\ud" in line.lower():
