@@ -146,7 +146,7 @@ def run_directory(run_dir: Path) -> None:
 def is_run(path: Path) -> bool:
     """Returns whether a directory has a run's files. `config.toml` alone may be that of a project."""
     starts = (path / "config.toml").exists() and (path / LOCK).exists()
-    return starts or any((path / name).exists() for name in ("metrics.jsonl", "ledger.jsonl"))
+    return starts or any((path / name).exists() for name in ("metrics.jsonl", "ledger.jsonl", "trajectories"))
 
 
 def read_settings(run_dir: Path, remarks: list[str]) -> dict[str, Any]:

@@ -350,10 +350,10 @@ async def test_a_worker_that_takes_twice_runs_two_attempts(stage: Stage, worker:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"worker": "w1", "capacity": 10**9}, "capacity: .*1024"),
-        ({"worker": "w1", "capacity": 0}, "capacity: .*1"),
-        ({"worker": "", "capacity": 1}, "worker: "),
-        ({"worker": "w1", "wait_s": 3600}, "wait_s: .*60"),
+        ({"worker": "w1", "capacity": 10**9}, "capacity = 1000000000: .*1024"),
+        ({"worker": "w1", "capacity": 0}, "capacity = 0: .*1"),
+        ({"worker": "", "capacity": 1}, "worker = '': "),
+        ({"worker": "w1", "wait_s": 3600}, "wait_s = 3600: .*60"),
         ({"worker": "w1", "more": 1}, "more: "),
         ([], "object"),
     ],
@@ -376,7 +376,7 @@ async def test_a_worker_reports_failures_and_cancellations_but_no_success(
     await offer(stage)
     [attempt] = await worker.next()
     for outcome in ("completed", "truncated", "reward_error", "other"):
-        with pytest.raises(Refused, match="outcome: ") as refused:
+        with pytest.raises(Refused, match="outcome = ") as refused:
             await worker.finish(attempt, outcome=outcome)
         assert refused.value.status == 400
     with pytest.raises(Refused, match="trainer_epoch"):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.unit.viewer.dashboard_client import asking, client_of
 from tests.unit.viewer.dashboard_run import Writer, write_dashboard_run, write_step
+from tidegate.service.directory_lock import FILE as LOCK
 from tidegate.trainer.ledger.entries import entry
 from tidegate.viewer.dashboard.run import QUIET_S
 from tidegate.viewer.report import write_report
@@ -106,6 +107,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     run_dir = tmp_path / "new"
     run_dir.mkdir()
     (run_dir / "config.toml").write_text("[run]\nname = 'new'\n")
+    (run_dir / LOCK).touch()
     with client_of(run_dir) as client:
         ask = asking(client)
         assert (ask("state")["step"], ask("state")["status"]) == (None, "quiet")

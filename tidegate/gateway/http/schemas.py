@@ -350,7 +350,7 @@ def explain(errors: Sequence[Any], fields: Collection[str] = ()) -> str:
     reasons: dict[str, list[str]] = {}
     for error in errors:
         name = ".".join(str(part) for part in error["loc"] if not _is_branch(part)) or "body"
-        reason, value = error["msg"], error.get("input")
+        reason, value = error["msg"].removeprefix("Value error, "), error.get("input")
         if error["type"] == "extra_forbidden":
             reason += f"{did_you_mean(name, fields)}; the fields are {', '.join(fields)}" if fields else ""
         elif error["type"] not in ("missing", "json_invalid") and not name.endswith("key"):

@@ -160,5 +160,6 @@ def test_what_cannot_be_exported_leaves_what_was_there(
 def test_a_directory_without_trajectories_is_refused(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "metrics.jsonl").touch()
     assert main(["export", str(tmp_path), kind]) != 0
     assert "has no trajectories" in capsys.readouterr().err
