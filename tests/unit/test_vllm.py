@@ -15,13 +15,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.waiting import eventually
-from tidegate.config import EngineSettings
+from tidegate.cli import main
+from tidegate.config import EngineSettings, Settings
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import WeightUpdate, parse_generate
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
-from tidegate.trainer.processes.servers import vllm_arguments
-from tidegate.vllm import model
+from tidegate.service import process_secrets
+from tidegate.trainer.processes.servers import engine_server, vllm_arguments
+from tidegate.vllm import app, model
 from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
@@ -372,6 +374,21 @@ async def test_a_request_to_a_paused_server_waits_until_it_resumes(
     async with asyncio.timeout(5):
         assert await asking == [5]
     assert server.refused == on_its_way
+
+
+def test_a_runs_server_gets_the_key_and_refuses_calls_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings.model_validate({"model": {"path": "m"}, "engine": {"kind": "vllm", "python": "p"}})
+    server = engine_server(settings, "engine", 0, "s3cret", tmp_path, "::1", 0, lambda: (tmp_path, 0))
+    assert server._secrets == {"key": "s3cret"}
+    served: list[dict[str, Any]] = []
+    monkeypatch.setattr(app, "run_app", lambda *_, **options: served.append(options))
+    monkeypatch.setattr(app, "EngineAdapter", lambda _: None)
+    monkeypatch.setattr(process_secrets, "receive_secrets", lambda _: {"key": "s3cret"})
+    monkeypatch.setattr(process_secrets, "shield_process", lambda: None)
+    assert main(["vllm", "--model.path=m", "--engine.python=p", "--port=0", "--secrets-fd=3"]) == 0
+    assert served == [{"keyless": False, "key": "s3cret"}]
 
 
 async def test_a_pause_that_fails_does_not_end_an_earlier_one(adapter: EngineAdapter) -> None:
