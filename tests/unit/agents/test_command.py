@@ -114,6 +114,13 @@ def test_a_program_or_script_that_does_not_exist_is_refused_with_the_path(
     assert missing.format(here=tmp_path) in str(raised.value)
 
 
+def test_a_program_is_looked_for_in_the_path_that_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "own-agent").touch(0o755)
+    CommandAgent(["own-agent"], env={"PATH": str(tmp_path)})
+    with pytest.raises(ConfigError, match=rf"'sh': looked for it in PATH \({tmp_path}\)"):
+        CommandAgent(["sh"], env={"PATH": str(tmp_path)})
+
+
 def test_the_program_and_explicit_paths_are_of_the_current_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
