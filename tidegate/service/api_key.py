@@ -41,12 +41,18 @@ def key_from_environment(name: str) -> str | None:
 
 
 @cache
+def given_engine_key() -> str | None:
+    """Returns the environment's key of engines, which it removes. Raises ConfigError if the key is empty."""
+    return key_from_environment(ENGINE_KEY)
+
+
+@cache
 def engine_key() -> str:
     """Returns the key of the engines that this process starts or calls: the environment's, or a random one.
 
     Raises ConfigError if the environment's is empty.
     """
-    return key_from_environment(ENGINE_KEY) or secrets.token_urlsafe(24)
+    return given_engine_key() or secrets.token_urlsafe(24)
 
 
 class ApiKey:

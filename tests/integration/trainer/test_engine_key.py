@@ -21,6 +21,7 @@ from tidegate.gateway.engines.protocol import GenerateRequest
 from tidegate.service.api_key import engine_key
 from tidegate.service.service import Service
 from tidegate.trainer.preflight import check_engines
+from tidegate.trainer.processes import servers
 from tidegate.trainer.processes.servers import LocalProcesses, teacher_server
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.teacher.client import ScoreClient
@@ -70,6 +71,24 @@ async def test_only_the_run_reaches_its_engines(url: str, server: Service) -> No
     assert len(reply.ids) == 2
     process = Path(f"/proc/{server.pid}")
     assert engine_key().encode() not in (process / "cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("gateway", "given", "needed"),
+    [
+        ({}, None, True),
+        ({"url": "http://g:1"}, None, False),
+        ({"url": "http://g:1"}, "given to both", True),
+    ],
+)
+def test_engines_need_no_key_that_a_gateway_started_apart_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gateway: dict[str, str], given: str | None, needed: bool
+) -> None:
+    monkeypatch.setattr(servers, "given_engine_key", lambda: given)
+    monkeypatch.setattr(servers, "engine_key", lambda: given or "random")
+    settings = Settings.model_validate({**SETTINGS.model_dump(), "gateway": gateway})
+    [engine] = LocalProcesses().engines(settings, tmp_path, lambda: (MODEL, 0))
+    assert engine._secrets == ({"key": given or "random"} if needed else {})
 
 
 async def test_a_login_in_an_engines_address_is_sent_in_place_of_the_key() -> None:

@@ -47,8 +47,9 @@ class RayProcesses:
         self._all: list[RemoteProcess] = []
 
     def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
+        key = servers.own_engine_key(settings)
         for index, name in enumerate(servers.engine_names(settings)):
-            build = partial(servers.engine_server, settings, name, index, engine_key())
+            build = partial(servers.engine_server, settings, name, index, key)
             engine = RemoteServer(
                 name,
                 self._actor(name, ServerActor, build, restarts=servers.MAX_RESTARTS),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import AgentSettings, EngineSettings, Settings
-from tidegate.service.api_key import engine_key
+from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
@@ -102,11 +102,19 @@ def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int
     return [*arguments_of(command), "--weight-version", str(version)]
 
 
+def own_engine_key(settings: Settings) -> str | None:
+    """Returns the key that a run's engines need; None if they need none.
+
+    A gateway that was started apart does not have the run's random key.
+    """
+    return engine_key() if settings.gateway.url is None else given_engine_key()
+
+
 def engine_server(
     settings: Settings,
     name: str,
     index: int,
-    key: str,
+    key: str | None,
     directory: Path,
     host: str,
     port: int,
@@ -114,7 +122,7 @@ def engine_server(
 ) -> Service:
     """Create one of a run's engines; it listens on `host` and starts with the current weights.
 
-    It serves callers with this key; SGLang, which takes a key only from its command line, serves all.
+    It serves callers with this key, if any; SGLang, which takes a key only from its command line, serves all.
     """
     engine = settings.engine
     if engine.kind == "sglang":
@@ -125,7 +133,8 @@ def engine_server(
     def arguments() -> list[str]:
         return [*engine_arguments(settings, current), "--host", host]
 
-    return Service("engine", arguments, directory, name=name, port=port, secrets={"key": key})
+    secrets = {} if key is None else {"key": key}
+    return Service("engine", arguments, directory, name=name, port=port, secrets=secrets)
 
 
 def teacher_server(settings: Settings, name: str, model: Path, directory: Path) -> Service:
@@ -235,15 +244,15 @@ class LocalProcesses:
 
     def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
         """Create the engines; raises ConfigError if their GPUs would be those of others (`engine_gpus`)."""
-        names = visible_gpus()
+        names, key = visible_gpus(), own_engine_key(settings)
         gpus = engine_gpus(settings, len(names))
 
         def engine(index: int, name: str) -> Service:
             snapshot = partial(snapshot_weights, current, run_dir / "weights", name)
             if settings.engine.kind == "embedded":
                 own = on_gpus(settings, gpus[index])
-                return engine_server(own, name, index, engine_key(), run_dir, self.host, 0, snapshot)
-            server = engine_server(settings, name, index, engine_key(), run_dir, self.host, 0, snapshot)
+                return engine_server(own, name, index, key, run_dir, self.host, 0, snapshot)
+            server = engine_server(settings, name, index, key, run_dir, self.host, 0, snapshot)
             if not chooses_gpus(settings.engine):
                 server.variables = only_visible(gpus[index], names)
             return server
