@@ -28,6 +28,8 @@ VALUES = {
     "30000": [r"3 \times 10^4", "3×10⁴", r"3 \cdot 10^{4}", "3e4", "3E+4", "30 thousand", "3 x 10^4"],
     "1/1000": ["10^{-3}", "10⁻³", "1e-3", ".001"],
     "1024": ["2^{10}", "2^10", "2**10"],
+    "24": ["2 dozen", "2 dozen eggs"],
+    "300000": ["3 lakh", "3 hundred thousand", "0.03 crore"],
     "3000000": ["3 million", "$3 million", "3,000,000", r"3\text{ million}"],
 }  # fmt: skip
 UNREADABLE = [
@@ -36,7 +38,10 @@ UNREADABLE = [
     "3..5",
     "4 10/3", "5/0", r"\frac{1}{0}", "2/3/4", r"3\sqrt{2}", r"\sqrt{16}", r"2\pi", "5x", "2^n", "5k", "0x1F",
     "10 + 3", "10 - 3", "3 × 5", "2 and a half", "5 halves", "0.333...", "10^{9999}", "1e9999", "9" * 150,
-    "5 feet 3 inches", "3 hours 20 minutes",
+    "5 feet 3 inches", "3 hours 20 minutes", "2h30m", "4°30′", "--5", "5+", "0xff", "3.2 bn", "4 mn",
+    "5 squared", "5 cubed", "2 to the power of 5",
+    "4 over 5", "4 tenths", "3 hundredths", "1 fifth", "5 tens", "4 pi",
+    "5 more than 3", "2 percent of 50", "50% of 20", "> 5",
 ]  # fmt: skip
 FORMS = ["#### {}", "I got 7. Thus \\boxed{{{}}}.", "I got 7. The answer is {}.", "I got 7, so it is {}"]
 
@@ -79,6 +84,37 @@ def test_exact_answer_reads_no_part(notation: str) -> None:
     for answer in (notation, f"#### {notation}"):
         with pytest.raises(RewardError, match="is not one number"):
             exact_answer("#### 5", answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (r"\boxed{x = 2 \text{ or } x = 5}", None),
+        ("The answer is x = 4 or x = -4", None),
+        ("The answer is x = 4, y = 5", None),
+        *((f"The answer is {text}", None) for text in ("twice 5", "half of 10", "not 6")),
+        *((f"So it is {text}", None) for text in ("twice 5", "half of 10", "not 6")),
+        ("The answer is 3! = 6", 6),
+        ("The answer is 18 (9 x 2)", 18),
+        ("So 18 (9 x 2)", None),
+        ("The answer is 4, not 5.", 4),
+        ("The answer is 4 third graders", 4),
+        ("The answer is 4 quarters", 4),
+        ("The answer is 50% of the students", 50),
+        ("The answer is no more than 5", 5),
+        ("The answer is 5 + 3 = 8 and 8 * 2 = 16", 16),
+    ],
+)
+def test_words_around_a_number(text: str, value: int | None) -> None:
+    """Forms of GSM8K's and MATH's replies in which a number beside the answer was read"""
+    found = read_answer(text)
+    assert (None if found is None else found.value) == value
+
+
+@pytest.mark.parametrize("answer", ["5!", "> 5", "half of 5", "3 tenths", "4 pi", "twice 5", "5 squared"])
+def test_a_right_answer_of_which_a_number_is_a_part_is_an_error(answer: str) -> None:
+    with pytest.raises(RewardError, match="is not one number"):
+        numeric("5", answer)
 
 
 def test_composed_and_decomposed_letters_are_equal() -> None:

@@ -39,10 +39,12 @@ _OPENING = re.compile(r"(?:[\s*_:=~≈(]|\\[(\[]|\$(?=[\s\\$(+-])|\$\$)*")
 _BRACKETS = re.compile(r"\A\(([^()]*)\)\Z")
 _POINT = re.compile(r"(?<!\.)\.\Z")
 _MINUS = re.compile(r"\A[-+][ \u2009]+")
-_OPERATOR = re.compile(r"\s*(?:[-+/×÷=^·]|\*{1,2}\s*[0-9])")
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
+_OPERATOR = re.compile(r"\s*(?:[-+/×÷=^·]|!\s*=|\*{1,2}\s*[0-9])")
+_ANOTHER = re.compile(r"=.*(?:[,;]|\b(?:and|or)\b)[\s}]*[A-Za-z](?:_\w{1,9})?\s*\Z", re.DOTALL)
+"""The text before an equals sign that gives another value to a variable: `x = 2 or x`."""
+_SENTENCE_END = re.compile(r"[.!?](?!\s*=)(?:\s|$)|\n")
 # The beginning of a number, as opposed to a heading.
-_STARTS = re.compile(rf"[-+.$€£¥₹⦃0-9]|\\|(?i:negative|minus)\b|{CURRENCY}[-+]?[0-9.⦃]")
+_STARTS = re.compile(rf"[-+.$€£¥₹⦃0-9<>≤≥]|\\|(?i:negative|minus)\b|{CURRENCY}[-+]?[0-9.⦃]")
 _DIGIT = re.compile(r"(?<![A-Za-z_])[0-9⦃]")
 """A digit that is not part of a name such as x2."""
 
@@ -80,7 +82,7 @@ def gold(text: str) -> Fraction | None:
     for name, extract in EXTRACTORS.items():
         if name != "last_number" and (found := extract(text)) is not None:
             return found if isinstance(found, Fraction) else None
-    found = _only(unwrapped(plain(text)), strict=False)
+    found = _only(unwrapped(plain(text)), strict="!" in text)  # a factorial
     return found if isinstance(found, Fraction) else None
 
 
@@ -110,7 +112,7 @@ def _boxed(text: str) -> Found:
     if end - start > PHRASE:
         return UNREADABLE
     left, _, right = plain(text[start:end]).rpartition("=")
-    if "=" in left and "," in left + right:
+    if ("=" in left and "," in left + right) or _ANOTHER.search(unwrapped(left)):
         return UNREADABLE  # several variables
     content = _MINUS.sub("-", _BRACKETS.sub(r"\1", _POINT.sub("", right.strip())).strip(), count=1)
     if _DIGIT.search(bare := without_words(content)) and _only(bare) is UNREADABLE:
@@ -184,6 +186,8 @@ def _stated(phrase: str, strict: bool = False) -> Found:
         return _known(value_of(first)) if is_whole(first, strict=strict) else UNREADABLE
     head, equals, result = phrase.rpartition("=")
     if equals:
+        if _ANOTHER.search(head):
+            return UNREADABLE
         return _stated(result.strip(), strict) if _DIGIT.search(result) else _stated(head.strip(), strict)
     return _only(phrase, strict)
 

@@ -57,7 +57,10 @@ _FRACTION = re.compile(
 _WORDS = re.compile(
     r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mathit|mbox|bf|operatorname)\s?\{([^{}]*)\}"
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {
+    "dozen": 12, "hundred": 100, "thousand": 1000, "lakh": 10**5, "million": 10**6, "crore": 10**7,
+    "billion": 10**9, "trillion": 10**12, "quadrillion": 10**15,
+}  # fmt: skip
 CURRENCY = (
     r"(?:(?<![A-Za-z])(?:US|CA|AU|HK|NZ|[CAS])?\$|[€£¥₹]|(?<![A-Za-z])(?:Rs\.?|USD|EUR|GBP|INR))[ \u2009]?"
 )
@@ -70,7 +73,7 @@ def _exponent(name: str) -> str:
 NUMBER = re.compile(
     rf"""
     (?<![\w])(?<![0-9][.,/:'-])(?<![0-9.][eE][-+])(?<!\.\.)
-    (?P<sign>(?:(?<![\w)\]}}⦄%])[-+](?:[ \u2009]?(?=[$€£¥₹]))?|(?i:\b(?:negative|minus)[ \u2009]+)))?
+    (?P<sign>(?:(?<![-+\w)\]}}⦄%])[-+](?:[ \u2009]?(?=[$€£¥₹]))?|(?i:\b(?:negative|minus)[ \u2009]+)))?
     (?:{CURRENCY})?(?P<inner>(?<=[$€£¥₹])[-+])?
     (?:
         (?:(?P<whole>[0-9]{{1,100}}+)[ \u2009]?)?⦃(?P<top>[^⁄⦃⦄]{{1,210}})⁄(?P<bottom>[^⁄⦃⦄]{{1,210}})⦄
@@ -83,7 +86,7 @@ NUMBER = re.compile(
           | \s?/\s?(?P<divisor>[-+]?{_UNSIGNED})
         )?
     )
-    (?P<scale>(?:[ \u2009-]{{0,2}}(?i:hundred|thousand|million|billion|trillion)s?\b){{0,2}})
+    (?P<scale>(?:[ \u2009-]{{0,2}}(?i:{"|".join(_SCALES)})s?\b){{0,2}})
     (?!(?:[.,/:'_^⦃-]|\s?/\s?|\*\*)?[0-9⦃]|[eE][-+]?[0-9]|\^|\s?[×·]\s?10\s?\^)
     """,
     re.VERBOSE,
@@ -99,10 +102,15 @@ _NEXT = r"(?:(?i:negative|minus)\s|[-+$€£\s(*]{0,6}\\?\$?[0-9⦃.])"
 _PART = re.compile(
     r"""
     \s*(?:[+×÷·]|/(?!\s?[A-Za-z]))\s*[\w($⦃\\]|\s?\*{1,2}\s*[0-9(]|\s*-\s*[0-9(⦃]|\s*[√π∞^±]|!(?=[^\s])
-  | \.\.+[0-9]
+  | \.\.+[0-9] | \+ | [xX][0-9A-Fa-f] | °\s*[0-9⦃] | \s?(?:d|h|hrs?|min|m(?![23]\b)|ft|lbs?|kg)[0-9]
   | \s?\((?=[A-Za-z]\)|[A-Za-z]\s?[-+*/^])|[A-Za-z](?<![mgshlLVWNJACFEe])(?![A-Za-z])|[ \u2009]*\\[A-Za-z]
   | (?:\s*,)?\s*(?:and|or)\s+(?:an?|one)\s+(?:half|third|quarter)
-  | \s*(?:halves|half|thirds|fifths|sixths|eighths)\b
+  | \s*(?:halves|half|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth)s?\b(?![ -]grade)
+    |(?:hundred|thousand|million)ths?)\b
+  | \s*(?:(?:[bmt]n|tens|pi|cubed|factorial)\b|to\sthe\s(?:[a-z]+\s)?power|i\b(?!\s[a-z])
+    |squared\b(?!\s(?:[ckm]?m\b|met|feet|foot|inch|yard|mile|unit)))
+  | \s*(?:more|less|fewer|greater|larger|smaller)\s+than\s+[-$€£]*[0-9⦃]
+  | \s*(?:%|percent)\s+of\s+[-$€£]*[0-9⦃] | \s+over\s+[-$€£]*[0-9⦃]
     """,
     re.VERBOSE,
 )
@@ -115,9 +123,12 @@ _ELLIPSIS = re.compile(r"\s?(?:\.{2,}|…|\\[lcd]?dots|\\overline)")
 # The text before a number that makes it a part of something else.
 _REST = re.compile(
     r"(?:[\^_√]|[{|]|±\s*|\\[A-Za-z]+\s*|"
-    r"(?:[0-9)\]}⦄%]|[0-9]\s?[A-Za-z]{1,12})[ \u2009]*(?:[-+*/×·÷]|\b(?:minus|plus|times)\b)[ \u2009]*"
+    r"(?:[0-9)\]}⦄%]|[0-9]\s?[A-Za-z]{1,12})[ \u2009]*"
+    r"(?:[-+*/×·÷]|\b(?:minus|plus|times|x|over|to the power of)\b)[ \u2009]*"
     r"|[0-9⦄][ \u2009]+|[0-9⦄][ \u2009]*[,;:][ \u2009]*|[0-9⦄]%?\s+(?:and|or|to)\s+\$?"
-    r"|\s[<>≤≥]=?\s*|[≤≥]\s*|[A-Za-z]\s+-\s+"
+    r"|(?:^|\s)[<>≤≥]=?\s*|[≤≥]\s*|[A-Za-z]\s+-\s+|[-+]{2}|[0-9]°\s*|(?:%|percent)\sof\s"
+    r"|[0-9]\s(?:more|less|fewer|greater|larger|smaller)\sthan\s"
+    r"|(?i:\b(?:not|twice|thrice|double|triple|half(?:\sof)?|(?:third|quarter)\sof)\s(?:the\s)?)"
     r"|[0-9]\s?(?:hours?|hrs?|h|minutes?|min|days?|weeks?|months?|years?|feet|foot|ft|pounds?|lbs?"
     r"|dollars?|m)(?:,|\s+and)?\s+)$"
 )
@@ -189,7 +200,7 @@ def value_of(match: re.Match[str]) -> Fraction | None:
     elif shift:
         number *= Fraction(10) ** exponent
     for word in re.findall("[a-z]+", match["scale"].lower()):
-        number *= 10 ** _SCALES[word.removesuffix("s")]
+        number *= _SCALES[word.removesuffix("s")]
     return sign * (integer + number)
 
 
