@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.tiny import make_tiny_model
 from tidegate.config import TrainerSettings
+from tidegate.trainer.checkpoint import huggingface
 from tidegate.trainer.policy.policy import Policy
 
 
@@ -29,3 +30,25 @@ def test_tensors_are_sent_as_they_are_in_files(tmp_path: Path, family: str, dtyp
     assert config["dtype"] == dtype, "else SGLang takes another one when it starts from the files"
     if family == "qwen3_moe":
         assert "model.layers.1.mlp.experts.3.down_proj.weight" in files
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_tensors_that_files_have_as_one_are_gathered_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
+
+    def joined(_: object, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts = [values[name] for name in names if name in values]
+        if raises and len(parts) == 1:
+            raise ValueError("a part is missing")
+        rest = {name: value for name, value in values.items() if name not in names}
+        return rest | ({"both": torch.cat(parts)} if parts else {})
+
+    make_tiny_model(tmp_path / "base", hidden=32)
+    policy = Policy.load(tmp_path / "base", TrainerSettings())
+    monkeypatch.setattr(huggingface, "revert_weight_conversion", joined)
+    sent = [item for bucket in policy.weight_buckets(1, as_files="float32") for item in bucket.items()]
+    weights = policy.weights()
+    assert len(dict(sent)) == len(sent) == len(weights) - 1
+    assert torch.equal(dict(sent)["both"], torch.cat([weights[name] for name in names]))

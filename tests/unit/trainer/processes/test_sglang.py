@@ -50,10 +50,12 @@ async def test_sglang_starts_with_the_live_weights_and_is_ready_when_it_responds
     arguments = ["--base-gpu-id", "{index}"]
     settings = EngineSettings(kind="sglang", python=stand_in(tmp_path), arguments=arguments)
     server = SGLangServer(settings, lambda: (tmp_path / "v7", 7), tmp_path, "engine-2", 1)
+    server.variables = {"CUDA_VISIBLE_DEVICES": "5"}
     url = await server.start()
     said = json.loads((tmp_path / "said.json").read_text())
     words = said["argv"][1:]
     assert words[:2] == ["-m", "sglang.launch_server"]
+    assert said["environment"]["CUDA_VISIBLE_DEVICES"] == "5"
     assert words[words.index("--model-path") + 1] == str(tmp_path / "v7")
     assert words[words.index("--weight-version") + 1] == "7"
     assert words[-2:] == ["--base-gpu-id", "1"]
