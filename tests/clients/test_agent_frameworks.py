@@ -113,6 +113,7 @@ async def test_an_agent_framework_calls_tools_over_two_questions(
         first, second = episode.saw["answers"]
         assert first.endswith("#### 140")
         assert second.endswith("Yes, it is.")
-        assert episode.saw["calls"] == EXPRESSIONS
+        assert episode.saw["calls"][0] == EXPRESSIONS[0]
+        assert sorted(episode.saw["calls"][1:]) == sorted(EXPRESSIONS[1:])  # they may run at the same time
         assert [turn.parse for turn in episode.trajectory.turns] == ["ok", "ok", None, None]
         episode.assert_parents(parents)

@@ -21,7 +21,7 @@ from tidegate.gateway.http.summaries import SUMMARIES
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.server import serve
 from tidegate.service.serve import Listen
-from tidegate.types import Sampling
+from tidegate.types import Outcome, Sampling
 
 __all__ = ["rewarder", "stage"]
 
@@ -208,3 +208,10 @@ async def test_health_tells_the_instance_and_what_died(stage: Stage, monkeypatch
     with pytest.raises(GatewayError, match="sweeper failed: ZeroDivisionError") as raised:
         await stage.client.health()
     assert raised.value.status == 503
+
+
+async def test_a_deadline_that_passes_at_once_ends_the_session_as_timeout(stage: Stage) -> None:
+    """Found by Schemathesis: the time of its replies, none, was divided by."""
+    access = await stage.client.open_session(task=TASK, deadline_s=1e-300)
+    summary = await stage.client.finish(access.session_id)
+    assert summary.outcome is Outcome.TIMEOUT

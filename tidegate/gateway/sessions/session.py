@@ -205,7 +205,7 @@ class GatewaySession(SessionRequest):
                 self.note_slow(load, now - call.seconds)
                 break
         spent_s = sum(node.turn.seconds for node in self.tree.nodes)
-        if self.slow is None and spent_s >= (self.deadline - self.opened) / 2:
+        if self.slow is None and spent_s > 0 and spent_s >= (self.deadline - self.opened) / 2:
             tokens = self.tree.sampled_tokens
             text = f"its replies took {spent_s:.3g} s for {tokens} tokens: {tokens / spent_s:.3g} tokens/s"
             return SlowWait(text, spent_s, given_up=False)
