@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,11 @@ async def test_the_openapi_tells_of_every_route(stage: Stage) -> None:
         f"{way.upper()} {path}": call["summary"] for path, ways in paths.items() for way, call in ways.items()
     }
     assert described == SUMMARIES
+    referred = set(re.findall(r'"\$ref": "(.*?)"', json.dumps(document)))
+    assert (
+        referred == {f"#/components/schemas/{name}" for name in document["components"]["schemas"]} & referred
+    )
+    assert len(referred) > 10
 
 
 @pytest.mark.parametrize(

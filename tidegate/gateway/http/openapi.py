@@ -45,7 +45,7 @@ def describe(app: FastAPI) -> Schema:
             if path in ("/health", "/ready"):
                 operation["security"] = []
                 operation["responses"]["503"] = operation["responses"]["200"]
-    document["paths"] |= _json_routes()
+    document["paths"] |= _json_routes(document["components"]["schemas"])
     for path, reply, error, body in _data_plane():
         method = "get" if body is None else "post"
         document["paths"][f"/v1{path}"] = {method: _operation(path, reply, error, body)}
@@ -69,9 +69,9 @@ def _operation(path: str, reply: Schema, error: Schema, body: Schema | None) -> 
     return operation
 
 
-def _json_routes() -> dict[str, dict[str, Schema]]:
+def _json_routes(shared: dict[str, Schema]) -> dict[str, dict[str, Schema]]:
     """Describes the calls of workers (docs/remote.md), of clients with a project key (docs/agents.md), and
-    those for tools (docs/gateway.md)."""
+    those for tools (docs/gateway.md); adds the types that their bodies refer to."""
     group = "/v1/groups/{group}"
     calls: list[tuple[str, str, str, type[schemas.Body] | None]] = [
         ("post", "/attempts/next", WORKER, schemas.NextAttempts),
@@ -100,7 +100,9 @@ def _json_routes() -> dict[str, dict[str, Schema]]:
             wait = {"type": "number", "minimum": 0, "maximum": 60}
             operation["parameters"].append({"name": "wait_s", "in": "query", "schema": wait})
         if body is not None:
-            content = {"application/json": {"schema": body.model_json_schema()}}
+            schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
+            shared |= schema.pop("$defs", {})
+            content = {"application/json": {"schema": schema}}
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method] = operation
     return paths
