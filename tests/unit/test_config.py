@@ -296,6 +296,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
             "--agent.options={command = [node]}",
             r"^the command line: agent.options = .*: must be a table, as ",
         ),
+        ("--engine.urls=localhost:3000", r"^the command line: engine.urls.0 = 'localhost:3000': not a URL"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_not_charged_to_the_file(

@@ -382,7 +382,7 @@ def _explain(error: Any, file: Path | None, given: Collection[str], model: type[
     """Explains an error of validation. Keys in `given` are of the command line, the others of the file."""
     key = ".".join(str(part) for part in error["loc"] if not _is_type_tag(part))
     inside = [name for name in given if is_within(name, [key])] if key else given
-    where = "the command line" if file is None or key in given else str(file)
+    where = "the command line" if file is None or (key and is_within(key, given)) else str(file)
     if inside and where == str(file):
         where = "the command line" if error["type"] == "extra_forbidden" else f"{file} with the command line"
     if error["type"] == "extra_forbidden":
