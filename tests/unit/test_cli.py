@@ -13,6 +13,7 @@ import pytest
 
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.cli import COMMANDS, main
+from tidegate.envs.service.pool import PoolSettings
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -130,6 +131,23 @@ def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
         assert (code, own in text, other in text) == (0, True, False)
         code, text = said(capsys, verb, f"--{other}=3")
         assert (code, f"there is no setting '{other.partition('.')[0]}" in text) == (2, True), text
+
+
+@pytest.mark.parametrize(
+    "words", [["--env.use", "shell", "--env.workers", "2"], ["--env.workers", "2", "shell"]]
+)
+def test_an_environment_to_serve_is_a_word_or_a_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    served: list[PoolSettings] = []
+    monkeypatch.setattr("tidegate.service.process_secrets.shield_process", lambda: None)
+    monkeypatch.setattr("tidegate.envs.service.server.serve", lambda given, *_: served.append(given))
+    assert main(["env", "serve", *words]) == 0
+    assert (served[0].environment["use"], served[0].workers) == ("shell", 2)
+    code, text = said(capsys, "env", "serve", *[word.replace("shell", "shel") for word in words])
+    assert (code, text.count("\n"), "did you mean 'shell'?" in text) == (2, 1, True), text
+    code, text = said(capsys, "env", "serve", "shell", "gsm8k")
+    assert (code, text) == (2, "tidegate: expected one environment, not shell and gsm8k\n")
 
 
 @pytest.mark.parametrize(

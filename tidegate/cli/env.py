@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.cli.commands import Subparsers, add_address, log_to_stderr, takes_settings
+from tidegate.errors import ConfigError
 
 PORT = 8010
 
@@ -19,14 +20,10 @@ def add(subparsers: Subparsers) -> None:
     action = actions.add_parser(
         "serve",
         help="serve an environment",
-        description="Serve an environment: its rewards, the states of its episodes and its tools.",
+        usage="tidegate env serve [ENVIRONMENT] [--host HOST] [--port PORT] [--section.key value ...]",
+        description="Serve an environment: its rewards, the states of its episodes and its tools. "
+        "ENVIRONMENT is the same as --env.use: a built-in name, or file.py:Class.",
         epilog="The environment variable TIDEGATE_ENV_KEY sets the key, needed unless the host is loopback.",
-    )
-    action.add_argument(
-        "use",
-        nargs="?",
-        metavar="ENVIRONMENT",
-        help="the same as --env.use: a built-in name, or file.py:Class",
     )
     add_address(action, PORT)
     action.add_argument("--fd", type=int, help=argparse.SUPPRESS)
@@ -36,18 +33,23 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from tidegate.envs.base import check_name
     from tidegate.envs.service.pool import PoolSettings
     from tidegate.envs.service.server import serve
     from tidegate.service.api_key import ENV_KEY, key_from_environment
     from tidegate.service.process_secrets import receive_secrets, shield_process
     from tidegate.service.serve import Listen
     from tidegate.settings.judge import JudgeSettings
-    from tidegate.settings.sections import load
+    from tidegate.settings.sections import load, split_words
     from tidegate.settings.servers import EnvCommand
 
     shield_process()
-    use = [] if arguments.use is None else ["--env.use", arguments.use]
-    env = load(EnvCommand, None, [*use, *rest]).env
+    words, overrides = split_words(rest)
+    if len(words) > 1:
+        raise ConfigError(f"expected one environment, not {' and '.join(words)}")
+    env = load(EnvCommand, None, [*(f"--env.use={word}" for word in words), *overrides]).env
+    if not arguments.owned:
+        check_name(env.use)
     secrets: dict[str, Any] = {"key": key_from_environment(ENV_KEY), "options": env.options}
     judge = env.judge.resolved()
     if arguments.secrets_fd is not None:

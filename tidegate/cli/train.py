@@ -49,9 +49,7 @@ def _check_names(settings: Settings) -> None:
 
     if settings.agent.source == "local":
         check_object(settings.agent.use, agents.BUILT_IN, "agent")
-    use = settings.env.use
-    use = environments.ADAPTERS.get(use.partition(":")[0], use)
-    check_object(use, environments.BUILT_IN, "environment")
+    environments.check_name(settings.env.use)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

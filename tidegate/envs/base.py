@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.tools import Tool, tools_of
 from tidegate.errors import ConfigError
-from tidegate.loading import construct, load_object
+from tidegate.loading import check_object, construct, load_object
 from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
@@ -215,6 +215,11 @@ def check_reward_timeout(environment: Environment, timeout_s: float) -> None:
                 f"rewards of {name!r} may take by their own deadlines (a judge's: attempts × timeout_s): "
                 "raise it, or lower those"
             )
+
+
+def check_name(use: str) -> None:
+    """Raises ConfigError if there is no environment of this name. Reads its file, and imports nothing."""
+    check_object(ADAPTERS.get(use.partition(":")[0], use), BUILT_IN, "environment")
 
 
 def load_environment(use: str, options: Mapping[str, Any]) -> Environment:
