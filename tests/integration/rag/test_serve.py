@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.rag_stand import FakeIndex, Stand, serving
 from tests.waiting import eventually
+from tidegate.rag.server import app
 from tidegate.rag.server.service import MAX_K, RagOptions
 
 
@@ -166,6 +168,20 @@ async def test_wrong_requests_are_refused_by_name(
         error = (await response.json())["error"]
         assert (response.status, error["type"]) == (status, "invalid_request_error")
         assert said in error["message"]
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BODY_S", 0.2)
+    host, port = stand.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b'POST /v1/search HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{"query"')
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"}}")
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"did not arrive within 0.2 s" in answer
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"query": "\xff"}', b'{"query": "\\ud800"}', b"[" * 5000])

@@ -25,6 +25,8 @@ from tidegate.service.api_key import ApiKey
 from tidegate.service.serve import Listen, bind, run_app
 
 MAX_BODY = 16 * 2**20
+BODY_S = 60.0
+"""Seconds in which a client must send its body."""
 Read = Callable[[dict[str, Any]], tuple[SearchRequest, Write]]
 
 
@@ -121,7 +123,17 @@ class Search:
 
 
 async def _read_body(receive: Receive) -> bytes | None:
-    """Returns the body, or None if the client has disconnected. Raises RetrievalRefused above MAX_BODY."""
+    """Returns the body, or None if the client has disconnected. Raises RetrievalRefused above MAX_BODY, or
+    after BODY_S."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await _receive_body(receive)
+    except TimeoutError:
+        why = f"the body did not arrive within {BODY_S:g} s; send it without a pause"
+        raise RetrievalRefused(why, status=408, code="body_too_slow") from None
+
+
+async def _receive_body(receive: Receive) -> bytes | None:
     chunks: list[bytes] = []
     size, more = 0, True
     while more:
