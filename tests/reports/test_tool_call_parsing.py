@@ -101,6 +101,44 @@ def test_a_call_without_arguments() -> None:
         assert both("hermes", f"<tool_call>{value}</tool_call>") == ("", [("find", {})], "ok")
 
 
+@pytest.mark.parametrize(
+    "value",
+    ['{"name": "find", "arguments": {"n": 1, "n": 2}}', '{"name": "find", "name": "g", "arguments": {}}',
+     '{"name": "find", "arguments": {"a": {"b": 1, "b": 1}}}'],
+)  # fmt: skip
+def test_a_key_that_occurs_twice_is_malformed(value: str) -> None:
+    """Readers of JSON keep the last value without a word."""
+    for form, start, end in (
+        ("hermes", "<tool_call>", "</tool_call>"),
+        ("llama3_json", "<|python_tag|>", ""),
+        ("granite", "<|tool_call|>[", "]"),
+    ):
+        assert both(form, start + value + end) == (start + value + end, [], "malformed")
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments"),
+    [
+        ("qwen3_coder", "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>"),
+        ("qwen3_coder", "<parameter=text>\na\n<parameter=n>\n2\n</parameter>"),
+        (
+            "qwen3_coder",
+            "<parameter=n>\n1\n</parameter>\n</function>\n<function=find>\n<parameter=n>\n2\n</parameter>",
+        ),
+        (
+            "glm45",
+            "<arg_key>n</arg_key>\n<arg_value>1</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n",
+        ),
+        ("glm45", "<arg_key>text</arg_key>\n<arg_value>a\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n"),
+    ],
+)
+def test_an_argument_does_not_take_the_next_one(form: str, arguments: str) -> None:
+    """A tag that is not closed, a second function in a block, an argument twice"""
+    start, end = ("<function=find>\n", "\n</function>\n") if form == "qwen3_coder" else ("find\n", "")
+    text = f"<tool_call>{start}{arguments}{end}</tool_call>"
+    assert both(form, text) == (text, [], "malformed")
+
+
 # -- types -------------------------------------------------------------------------------------------
 
 
@@ -135,12 +173,46 @@ TEXTS = [
     {"oneOf": [{"type": "integer"}, {"oneOf": [{"type": "string"}]}]},
     {"const": "123"},
     {"enum": ["123", "true"]},
-    {"enum": ["123", 1]},
+    {"pattern": "^[0-9a-z]+$"},
+    {"minLength": 1},
+    {"format": "date"},
+    {"type": "STRING"},
+    {"type": "str"},
+    {"type": "varchar"},
+    {"if": {"const": "1"}, "then": {"type": "string"}, "else": {"type": "string"}},
     {"anyOf": [{"const": "123"}, {"const": "true"}]},
     {"type": ["string", "integer"]},
     {"type": "string", "nullable": True},
     {"$ref": "#/$defs/Loop", "type": "string"},
 ]
+
+
+@pytest.mark.parametrize("form", TAGGED)
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"enum": ["auto", 1, 2]}, "1", 1),
+        ({"enum": ["auto", 1, 2]}, "auto", "auto"),
+        ({"enum": ["1", 1]}, "1", "1"),
+        ({"anyOf": [{"const": "auto"}, {"type": "integer"}]}, "5", 5),
+        ({"anyOf": [{"enum": ["auto", "7"]}, {"type": "number"}]}, "0.5", 0.5),
+        ({"anyOf": [{"enum": ["auto", "7"]}, {"type": "number"}]}, "7", "7"),
+        ({"anyOf": [{"enum": ["none", "all"]}, {"type": "null"}]}, "none", "none"),
+        ({"anyOf": [{"enum": ["a"]}, {"type": "null"}]}, "null", None),
+        ({"type": ["string", "integer"], "enum": ["1", 2]}, "1", "1"),
+        ({"type": ["string", "integer"], "enum": ["1", 2]}, "2", 2),
+        ({"type": "INTEGER"}, "5.0", 5),
+        ({"type": "int"}, "5.0", 5),
+        ({"type": "bool"}, "True", True),
+        ({"type": "dict"}, '{"a": 1}', {"a": 1}),
+        ({"type": "any"}, "5", 5),
+        ({"format": "int64"}, "5", 5),
+    ],
+)
+def test_texts_beside_other_values(form: str, schema: Any, text: str, value: Any) -> None:
+    """A text that an enum lists permits no other text; types are spelled as in Python and Gemini's API."""
+    read_value = parsed(form, properties(x=schema), x=text)["x"]
+    assert (read_value, type(read_value)) == (value, type(value))
 
 
 @pytest.mark.parametrize("form", TAGGED)

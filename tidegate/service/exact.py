@@ -33,6 +33,16 @@ def loads(text: str | bytes | bytearray | memoryview) -> Any:
         raise TooDeepError("it is nested too deeply") from None
 
 
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object as a dict, for Python's json (`object_pairs_hook`). Raises ValueError for a key
+    that occurs twice, of which other readers keep one value."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r:.60} occurs twice")
+    return values
+
+
 def dumps(value: Any, option: int | None = None, default: Callable[[Any], Any] | None = None) -> bytes:
     """Returns compact JSON; `option` and `default` are orjson's. Raises TypeError or ValueError for values
     that have no form in JSON."""

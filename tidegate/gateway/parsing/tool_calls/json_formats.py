@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +21,22 @@ _BESIDE = frozenset(("name", "id", "type", "index"))
 
 
 def load_json(text: str) -> Any:
-    """Parses JSON; returns None if it is invalid."""
+    """Parses JSON; returns None if it is invalid, or an object has a key twice."""
     try:
-        return exact.loads(text)
-    except ValueError:
+        return DECODER.decode(text)
+    except (ValueError, RecursionError):
         return None
+
+
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _refuse(text)
+
+
+def _refuse(text: str) -> Any:
+    raise ValueError(f"JSON has no number {text}")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=exact.distinct)
 
 
 def read_call(value: Any) -> SampledCall | None:

@@ -6,13 +6,17 @@ or a JSON answer, so it is held back until its end.
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 from tidegate.gateway.parsing.parts import Part, SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_formats import ARGUMENTS, all_or_none, json_start, read_call
+from tidegate.gateway.parsing.tool_calls.json_formats import (
+    ARGUMENTS,
+    DECODER,
+    all_or_none,
+    json_start,
+    read_call,
+)
 
 _TAG = "<|python_tag|>"
 
@@ -23,12 +27,11 @@ def _read(text: str, _: Tools) -> list[SampledCall] | None:
 
 def _load_json_values(text: str) -> list[Any]:
     """Parses JSON values separated by `;` or whitespace; returns [] if anything else occurs."""
-    decoder = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
     values: list[Any] = []
     rest = text.strip()
     while rest:
         try:
-            value, end = decoder.raw_decode(rest)
+            value, end = DECODER.raw_decode(rest)
         except (ValueError, RecursionError):
             return []
         values.append(value)
@@ -39,14 +42,6 @@ def _load_json_values(text: str) -> list[Any]:
 def _call(value: Any) -> SampledCall | None:
     """Reads a call; an object without arguments is taken for a JSON answer."""
     return read_call(value) if isinstance(value, dict) and value.keys() & ARGUMENTS else None
-
-
-def _finite(text: str) -> float:
-    return float(text) if math.isfinite(float(text)) else _refuse(text)
-
-
-def _refuse(text: str) -> Any:
-    raise ValueError(f"JSON has no number {text}")
 
 
 class LlamaParser:

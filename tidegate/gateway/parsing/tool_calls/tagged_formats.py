@@ -9,7 +9,7 @@ from typing import Any
 from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, Quotes, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, make_call
-from tidegate.gateway.parsing.tool_calls.schema_types import type_of, types_of_property
+from tidegate.gateway.parsing.tool_calls.schema_types import is_text_of, type_of, types_of_property
 from tidegate.service import exact
 from tidegate.service.exact import EXACT
 
@@ -20,7 +20,9 @@ _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 def _read_arguments(tools: Tools, name: str, texts: list[tuple[str, str]]) -> list[SampledCall] | None:
-    """Reads a call whose arguments are pairs of a name and a text."""
+    """Reads a call whose arguments are pairs of a name and a text; none may occur twice."""
+    if len({key.strip() for key, _ in texts}) < len(texts):
+        return None
     schema = _parameters(tools, name)
     arguments = {
         key.strip(): parse_value(text, types_of_property(schema, key.strip())) for key, text in texts
@@ -40,6 +42,9 @@ def parse_value(text: str, types: frozenset[str]) -> Any:
     string; else it is parsed as JSON or Python's True, False or None. Invalid text stays text, for the tool
     to reject."""
     bare = text.strip()
+    if exact.dumps(text).decode() in types:
+        return text  # a value of an enum
+    texts = any(map(is_text_of, types))
     if "string" in types:
         return None if "null" in types and bare.lower() in ("null", "none") else text
     if bare.lower() in _WORDS and (not types or types & {"boolean", "null"}):
@@ -53,7 +58,16 @@ def parse_value(text: str, types: frozenset[str]) -> Any:
         return text
     if whole and isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
         return int(value)  # such as 1e3
-    return value if not types or type_of(value) in types | _NUMBERS else text
+    allowed = types | (_NUMBERS if types & _NUMBERS or not texts else frozenset())
+    return value if not types or type_of(value) in allowed else text
+
+
+def _is_balanced(text: str, opening: str, closing: str) -> bool:
+    """Returns whether a text closes each tag that it opens; one that does not may hold the next argument."""
+    depth = 0
+    for tag in re.findall(f"{opening}|{closing}", text):
+        depth = max(0, depth - 1) if tag == closing else depth + 1
+    return depth == 0
 
 
 def _between(opening: str, closing: str) -> Quotes:
@@ -76,7 +90,10 @@ def _read_qwen(text: str, tools: Tools) -> list[SampledCall] | None:
     name, body = function.groups()
     if _PARAMETER.sub("", body).strip():
         return None  # text between the parameters
-    return _read_arguments(tools, name, _PARAMETER.findall(body))
+    texts = _PARAMETER.findall(body)
+    if not all(_is_balanced(text, r"<parameter=[^<>\s]+\s*>", "</parameter>") for _, text in texts):
+        return None
+    return _read_arguments(tools, name, texts)
 
 
 QWEN3_CODER = ToolCallFormat(
@@ -107,7 +124,10 @@ def _read_glm(text: str, tools: Tools) -> list[SampledCall] | None:
     name = name.strip()
     if not re.fullmatch(r"[^\s<>{}]+", name) or _PAIR.sub("", pairs).strip():
         return None
-    return _read_arguments(tools, name, _PAIR.findall(pairs))
+    texts = _PAIR.findall(pairs)
+    if not all(_is_balanced(text, *_ARGUMENTS[2:]) for _, text in texts):
+        return None
+    return _read_arguments(tools, name, texts)
 
 
 GLM45 = ToolCallFormat(
