@@ -14,7 +14,9 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from tests.waiting import eventually
+from tidegate.config import Settings
 from tidegate.errors import CheckpointError, GatewayError, LedgerError
+from tidegate.trainer import training as training_module
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.processes.supervisor import TaskSupervisor
@@ -153,3 +155,20 @@ async def test_a_full_disk_is_the_reason_in_the_ledger_as_in_the_console(ending:
     where = error.filename or ending.dir
     remedy = "free some space, then continue with --resume"
     assert ending.entries[-1]["why"] == f"{where}: No space left on device; {remedy}"
+
+
+def test_weights_are_sent_and_written_in_the_engines_number_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: MagicMock() for name in ("WeightBroadcaster", "VersionWriter")}
+    for name, double in made.items():
+        monkeypatch.setattr(training_module, name, double)
+    run = MagicMock()
+    run.settings = Settings.model_validate(
+        {
+            "model": {"path": "m"},
+            "engine": {"dtype": "bfloat16"},
+            "trainer": {"publish_transport": "broadcast"},
+        }
+    )
+    training_module.Training._publisher(run, MagicMock())
+    assert made["WeightBroadcaster"].call_args.args[0].keywords == {"as_files": "bfloat16"}
+    assert made["VersionWriter"].call_args.args[3] == "bfloat16"

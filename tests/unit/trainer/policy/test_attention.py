@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.tiny import make_tiny_model
-from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.config import TrainerSettings
+from tidegate.trainer.policy.attention import NAME, use_repeated_heads
+from tidegate.trainer.policy.forward import Forward
+from tidegate.trainer.policy.ranks import Ranks
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -38,3 +41,11 @@ def test_heads_are_grouped_in_bfloat16_only_and_without_a_mask(
     assert torch.allclose(logits(), expected, atol=1e-5)
     assert [bool(call.get("enable_gqa")) for call in calls] == [grouped] * 2
     assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
+
+
+def test_a_policy_on_a_gpu_repeats_the_heads(tmp_path: Path) -> None:
+    for device, name in (("cpu", "sdpa"), ("cuda", NAME)):
+        model = make_tiny_model(tmp_path / device, hidden=32)
+        settings = TrainerSettings(device=device)
+        Forward(model, settings, Ranks(settings))
+        assert model.config._attn_implementation == name

@@ -101,6 +101,15 @@ def test_the_processes_see_only_their_gpus(tmp_path: Path, monkeypatch: pytest.M
     assert "--engine.device=cuda:2" in engine.command()
 
 
+def test_teachers_have_gpus_after_those_of_the_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    given = settings({"teacher": {"path": "t"}}, {"device": "cuda"})
+    (teacher,) = LocalProcesses().teachers(given, tmp_path).values()
+    assert "--engine.device=cuda:2" in teacher.command()
+
+
 def test_a_fine_tuning_needs_no_gpus_for_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(devices, "find_device", lambda *_: None)
