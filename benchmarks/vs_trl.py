@@ -153,7 +153,7 @@ def main() -> int:
         directory.mkdir(parents=True, exist_ok=True)
         config, model = stack.enter_context(demo("words", directory))
         laid = [*model, f"--trainer.steps={arguments.steps}", f"--eval.every={arguments.every}"]
-        laid.append("--trainer.until=none")
+        laid.append("--trainer.until=1000")  # no reward of the demo: all steps are taken
         rows = [
             row
             for seed in range(arguments.seeds)
