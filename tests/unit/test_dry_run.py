@@ -135,6 +135,19 @@ def test_the_activations_are_what_pytorch_keeps(dtype: str, on_gpu: bool) -> Non
     )
 
 
+def test_repeated_heads_are_planned_on_a_gpu_in_float32(tmp_path: Path) -> None:
+    shape = read_shape(BASE)
+
+    def activations(device: str, dtype: str) -> int:
+        trainer = {"device": device, "compute_dtype": dtype, "microbatch_tokens": 1000}
+        items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
+        return next(item.size for item in items if item.what == "activations")
+
+    repeated = 1000 * shape.layers * 2 * shape.heads * shape.head_dim * FLOAT32
+    assert activations("cuda", "float32") == activations("cpu", "float32") + repeated
+    assert activations("cuda", "bfloat16") == activations("cpu", "bfloat16")
+
+
 def test_layers_that_are_computed_again_keep_their_inputs_and_one_layer(tmp_path: Path) -> None:
     def plan(**trainer: object) -> dict[str, int]:
         items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
