@@ -423,3 +423,30 @@ async def test_a_server_that_fails_without_a_pause_is_reported(adapter: EngineAd
     server.paused = True
     with pytest.raises(EngineError, match="HTTP 503"):
         await reply_of(adapter, stream=False)
+
+
+async def test_requests_during_a_load_wait_for_its_end(adapter: EngineAdapter) -> None:
+    server: Any = adapter.upstream
+    asking: list[asyncio.Task[list[int]]] = []
+
+    async def ask() -> None:
+        asking.append(asyncio.create_task(reply_of(adapter, stream=False)))
+        await eventually(lambda: bool(adapter._running))
+
+    server.on_reload = ask
+    await adapter.load_weights(WeightUpdate(adapter.options.model, "1", keep_cache=False, abort_all=True))
+    assert (await asking[0], server.refused) == ([5], 0)
+
+
+async def test_a_stream_that_has_begun_is_not_sent_again(adapter: EngineAdapter) -> None:
+    server: Any = adapter.upstream
+
+    async def broken(body: Any) -> AsyncGenerator[dict[str, Any]]:
+        yield {"choices": [], "usage": {}}
+        await adapter.pause("retract")
+        raise EngineError("the connection was lost")
+
+    server.stream = broken
+    async with asyncio.timeout(2):
+        with pytest.raises(EngineError, match="lost"):
+            await reply_of(adapter, stream=True)
