@@ -165,3 +165,12 @@ def test_answers_of_reports(text: str, value: Any) -> None:
     found = read_answer(text)
     assert found is not None
     assert found.value == Fraction(value)
+
+
+@pytest.mark.parametrize("grader", [contains, exact_match, numeric, exact_answer])
+@pytest.mark.parametrize("answer", [None, [], "", " ", ["5", None], ["5", ""]])
+def test_a_reward_without_a_right_answer_is_an_error(grader: Any, answer: Any) -> None:
+    """A text contains the empty one, and `None` is the text of None."""
+    for output in ("None", "#### 5", ""):
+        with pytest.raises(RewardError, match=r"right answer|is not one number"):
+            grader(output, answer)

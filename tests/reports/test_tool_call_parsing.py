@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.unit.gateway.test_tool_call_formats import CALLS, WRITTEN, of, plain, read, write
-from tidegate.envs.tools import make_tool
+from tidegate.envs.tools import ToolError, make_tool
 from tidegate.gateway.parsing.parts import SampledCall
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 
@@ -312,3 +313,32 @@ def test_references_without_end() -> None:
     }
     parameters = {"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": loops, "allOf": [{"$ref": "#"}]}
     assert parsed("glm45", parameters, x="1") == {"x": 1}
+
+
+def take(
+    n: int = 0,
+    x: float = 0.0,
+    b: bool = False,
+    u: int | str = "",
+    xs: Sequence[int] = (),
+    m: dict[str, float] | None = None,
+) -> str:
+    return json.dumps([n, x, b, u, [*xs], m])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"n": True}, {"n": "1_000"}, {"x": True}, {"x": "nan"}, {"x": "inf"}, {"x": 2**70 + 1}, {"b": "yes"},
+     {"b": 1}, {"b": "off"}, {"u": True}, {"xs": [1, False]}, {"m": {"a": 12345678901234567890123}}],
+)  # fmt: skip
+def test_an_argument_that_would_be_read_as_another_is_refused(arguments: dict[str, Any]) -> None:
+    """pydantic reads 1 from true, true from 'yes' and a rounded float from an integer"""
+    with pytest.raises(ToolError, match=f"take: {next(iter(arguments))}: .* would be read as"):
+        make_tool(take).fn(None, arguments)
+
+
+def test_an_argument_in_another_notation_is_read() -> None:
+    arguments = {"n": "5", "x": 3, "b": "True", "u": 7, "xs": [2.0, "3"], "m": {"a": 2**60, "b": "1e3"}}
+    assert make_tool(take).fn(None, arguments) == json.dumps(
+        [5, 3.0, True, 7, [2, 3], {"a": 2.0**60, "b": 1e3}]
+    )

@@ -150,6 +150,8 @@ def exact_answer(output: str | None, answer: Any) -> float:
     """
     stated = final_number(output)
     golds = [_gold_number(str(gold)) for gold in (answer if isinstance(answer, list | tuple) else [answer])]
+    if not golds:
+        raise RewardError("the list of right answers is empty; this reward needs one")
     return float(stated is not None and stated in golds)
 
 

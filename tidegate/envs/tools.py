@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -173,7 +174,32 @@ def _checked(name: str, model: type[BaseModel], arguments: Mapping[str, Any]) ->
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the arguments"
         raise ToolError(f"{name}: {place}: {first['msg']}") from None
+    read = checked.model_dump()
+    for field, given in arguments.items():
+        if _is_another(given, read[field]):
+            raise ToolError(
+                f"{name}: {field}: {str(given)[:80]!r} would be read as {str(read[field])[:80]!r}"
+            )
     return {field: getattr(checked, field) for field in type(checked).model_fields}
+
+
+def _is_another(given: Any, read: Any) -> bool:
+    """Returns whether pydantic read a number or a boolean from a value of another meaning: 1 from true, true
+    from 'yes', a float from an integer that it cannot hold, NaN."""
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        return any(_is_another(given[key], read[key]) for key in given.keys() & read.keys())
+    if isinstance(given, list) and isinstance(read, list | tuple):
+        return any(map(_is_another, given, read))
+    if isinstance(read, bool):
+        return not isinstance(given, bool) and str(given).lower() not in ("true", "false")
+    if not isinstance(read, int | float):
+        return False
+    if isinstance(given, str):
+        return re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", given) is None or not math.isfinite(read)
+
+    if isinstance(given, int) and isinstance(read, float) and math.isfinite(read):
+        return isinstance(given, bool) or (int(read) != given and float(given) == read)
+    return isinstance(given, bool) or not math.isfinite(read)
 
 
 def _described(docstring: str) -> dict[str, str]:

@@ -108,11 +108,18 @@ def _extractor(names: Iterable[str], used: str | None) -> dict[str, float]:
 
 
 def _listed(answer: Any) -> Sequence[Any]:
-    return answer if isinstance(answer, list | tuple) else [answer]
+    golds = answer if isinstance(answer, list | tuple) else [answer]
+    if not golds:
+        raise RewardError("the list of right answers is empty; this reward needs one")
+    return golds
 
 
 def _answers(answer: Any) -> list[str]:
-    return [str(gold) for gold in _listed(answer)]
+    """Returns the texts of the right answers. Raises RewardError if there is none, or an empty one."""
+    golds = _listed(answer)
+    if any(gold is None or not str(gold).strip() for gold in golds):
+        raise RewardError(f"the right answer is {answer!r:.80}; this reward needs one that is not empty")
+    return [str(gold) for gold in golds]
 
 
 def _gold(answer: Any) -> Fraction:
