@@ -51,3 +51,10 @@ def test_a_file_without_one_finite_number_is_an_error(text: str) -> None:
     """aisa-group/PostTrainBench#68, morluto/jacobian#727, #831, PrimeIntellect-ai/verifiers#1674."""
     with pytest.raises(RewardError, match=r"test\.sh wrote no reward.*write one finite number"):
         graded(text)
+
+
+def test_a_key_that_occurs_twice_is_an_error() -> None:
+    """Readers of JSON differ in the value that they keep."""
+    for text in ('{"reward": 0, "reward": 1}', '{"reward": 1, "d": {"a": 1, "a": 2}}\x001'):
+        with pytest.raises(RewardError, match=r"reward\.json: the key '(reward|a)' occurs twice; write each"):
+            graded(text)

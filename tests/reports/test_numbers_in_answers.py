@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.envs.test_answers import GIVEN
 from tidegate.envs.answers import read_answer
-from tidegate.envs.grading.graders import contains, exact_match, numeric
+from tidegate.envs.grading.graders import contains, exact_match, math_verify, numeric
 from tidegate.envs.rewards import Reward, exact_answer, final_number
 from tidegate.errors import RewardError
 
@@ -174,3 +174,12 @@ def test_a_reward_without_a_right_answer_is_an_error(grader: Any, answer: Any) -
     for output in ("None", "#### 5", ""):
         with pytest.raises(RewardError, match=r"right answer|is not one number"):
             grader(output, answer)
+
+
+@pytest.mark.parametrize("answer", ["a\nb", "$$", r"\text{}", ["5", "\\"]])
+def test_a_right_answer_that_math_verify_cannot_read_is_an_error(answer: Any) -> None:
+    """Every output had the reward 0."""
+    pytest.importorskip("math_verify")
+    for output in ("5", "", "a\nb"):
+        with pytest.raises(RewardError, match=r"math-verify: the right answer '.*' cannot be read; write it"):
+            math_verify(output, answer)

@@ -55,6 +55,22 @@ def test_a_score_that_is_quoted_after_the_verdict_does_not_count(text: str, scor
         assert read_scores(text, ["score"]) == {"score": score}
 
 
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        '{"scores": {"score": 0.2, "score": 1}}',
+        '{"scores": {"score": 1, "score": 1}}',
+        '{"scores": {"score": 0.2}, "scores": {"score": 1}}',
+    ],
+)
+def test_a_score_that_is_given_twice_is_none(verdict: str) -> None:
+    """Readers of JSON differ in the value that they keep."""
+    for text in (verdict, f'It asked for {{"scores": {{"score": 1}}}}, which I ignored.\n{verdict}'):
+        with pytest.raises(UnreadableReplyError):
+            read_scores(text, ["score"])
+    assert read_scores('Its file is {"a": 1, "a": 2}. {"scores": {"score": 1}}', ["score"]) == {"score": 1}
+
+
 def test_spellings_of_a_word_are_equal() -> None:
     """vshulcz/deja-vu#1098: NFC and NFD."""
     composed, taken_apart = (unicodedata.normalize(form, "Zürich") for form in ("NFC", "NFD"))  # type: ignore[arg-type]

@@ -6,6 +6,8 @@ writes them in JSON at about orjson's speed, up to 4300 digits. In MessagePack t
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +33,41 @@ def loads(text: str | bytes | bytearray | memoryview) -> Any:
         return _decoder.decode(text)
     except RecursionError:
         raise TooDeepError("it is nested too deeply") from None
+
+
+def loads_strictly(line: bytes) -> Any:
+    """Parses JSON of a file as `loads` does. Raises ValueError also for a key that occurs twice in an object,
+    and TooDeepError."""
+    try:
+        value = json.loads(
+            line, parse_constant=no_constant, parse_float=finite_float, object_pairs_hook=distinct
+        )
+    except RecursionError:
+        raise TooDeepError("it is nested too deeply") from None
+    if b"\\ud" in line.lower():
+        _check_characters(value)
+    return value
+
+
+def no_constant(name: str) -> Any:
+    """Raises ValueError for `NaN` and `Infinity`, for Python's json (`parse_constant`)."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def finite_float(text: str) -> float:
+    """Returns a number, for Python's json (`parse_float`). Raises ValueError if it is too large."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"{text[:60]} is too large for a floating-point number")
+    return number
+
+
+def _check_characters(value: Any) -> None:
+    """Raises ValueError for a lone surrogate, which cannot be encoded as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = json.dumps(error.object[error.start])
+        raise ValueError(f"{surrogate} is a lone surrogate, not a character") from None
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

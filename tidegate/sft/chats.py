@@ -50,7 +50,7 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, exact.loads(line)
+                    yield number, exact.loads_strictly(line)
     except ValueError as error:
         raise ConfigError(f"{path}, line {number}: not JSON: {error}") from None
     except OSError as error:

@@ -157,6 +157,10 @@ def test_an_invalid_option_is_refused(data: str, options: dict[str, Any], messag
         ("4", "line 3: 4, not an object"),
         ('{"prompt": "x", "answer": NaN}', "line 3: not valid JSON: NaN"),
         ('{"prompt": "x"', "line 3: not valid JSON"),
+        (
+            '{"prompt": "x", "answer": 1, "answer": 2}',
+            "line 3: not valid JSON: the key 'answer' occurs twice",
+        ),
         (b'{"prompt": "\xff", "answer": 1}', "line 3: not UTF-8"),
         ('{"prompt": "x", "answer": " "}', "line 3: 'answer' is empty"),
         ('{"prompt": "x", "answer": ["y", ""]}', "line 3: 'answer' is empty"),

@@ -123,6 +123,7 @@ def test_a_file_of_chats_is_read_with_its_tasks_and_weights(tmp_path: Path, qwen
     ("line", "why"),
     [
         ("{", "not JSON"),
+        ('{"messages": [], "messages": []}', "not JSON: the key 'messages' occurs twice"),
         ([], 'an object with a list "messages"'),
         ({"messages": []}, 'an object with a list "messages"'),
         ({"messages": CHAT, "tools": {}}, "tools are a list, not dict"),

@@ -14,6 +14,7 @@ from typing import Any
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
 from tidegate.program import advise_extra
+from tidegate.service import exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,10 @@ def _jsonl(path: Path) -> Iterator[DataRow]:
             if line.lstrip().startswith(b"["):
                 raise ConfigError(f"{where}: a list; write one object a line, as jq -c '.[]' {path} does")
             try:
-                values = json.loads(line, parse_constant=_no_constant, parse_float=_finite)
-                if b"\\ud" in line.lower():
-                    _check_characters(values)
+                values = exact.loads_strictly(line)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 raise ConfigError(f"{where}: not valid JSON: {error}; each line must be one object") from None
             if not isinstance(values, dict):
                 raise ConfigError(f"{where}: {_short(values)}, not an object with keys")
@@ -113,25 +112,6 @@ def _csv(path: Path) -> Iterator[DataRow]:
         ) from None
     except csv.Error as error:
         raise ConfigError(f"{path} cannot be read as CSV: line {reader.reader.line_num}: {error}") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(number := float(text)):
-        raise ValueError(f"{text[:60]} is too large for a floating-point number")
-    return number
-
-
-def _check_characters(values: Any) -> None:
-    """Raises ValueError for a lone surrogate, which cannot be encoded as UTF-8."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        surrogate = json.dumps(error.object[error.start])
-        raise ValueError(f"{surrogate} is a lone surrogate, not a character") from None
 
 
 def _parquet(path: Path) -> Iterator[DataRow]:

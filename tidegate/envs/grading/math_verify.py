@@ -48,7 +48,8 @@ def require_math_verify(what: str) -> None:
 
 
 def verify(output: str, answer: str) -> MathVerdict:
-    """Compares by math-verify; raises RewardError if it takes longer than LIMIT_S or fails."""
+    """Compares by math-verify; raises RewardError if it takes longer than LIMIT_S, fails, or cannot read
+    the answer."""
     return _shared().verify(output[-MAX_TEXT:], answer)
 
 
@@ -146,6 +147,10 @@ def main() -> None:
         texts = json.loads(line)
         try:
             gold = parse(f"${texts['answer']}$")
+            if not gold:
+                answer = texts["answer"][:80]
+                emit({"error": f"the right answer {answer!r} cannot be read; write it as one expression"})
+                continue
             output = parse(texts["output"])
             emit({"parsed": bool(output), "equal": bool(output) and bool(verify(gold, output))})
         except Exception as error:  # noqa: BLE001 - becomes the reward's error

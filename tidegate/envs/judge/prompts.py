@@ -101,7 +101,7 @@ def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
 
 def _last_scores(text: str) -> Mapping[str, Any] | None:
     """Returns the scores of the object that ends a reply; of one in prose, only if there is no other."""
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_listing_repeated)
     found: list[tuple[str, Mapping[str, Any]]] = []
     at = 0
     while (start := text.find("{", at)) >= 0:
@@ -109,8 +109,9 @@ def _last_scores(text: str) -> Mapping[str, Any] | None:
             value, at = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             value, at = None, start + 1
-        if isinstance(value, dict) and isinstance(value.get("scores"), dict):
-            found.append((text[at:], value["scores"]))
+        scores = value.get("scores") if isinstance(value, dict) else None
+        if isinstance(scores, dict | list):
+            found.append((text[at:], scores if isinstance(scores, dict) else {}))
         elif isinstance(value, dict):
             at = start + 1
     ending = [scores for rest, scores in found if not any(map(str.isalnum, rest))]
@@ -118,6 +119,14 @@ def _last_scores(text: str) -> Mapping[str, Any] | None:
         return dict(ending[-1])
     distinct = {json.dumps(scores, sort_keys=True, default=str) for _, scores in found}
     return dict(found[0][1]) if len(distinct) == 1 else None
+
+
+def _listing_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object in which a key that occurs twice has the list of its values, which is no score."""
+    values: dict[str, list[Any]] = {}
+    for key, value in pairs:
+        values.setdefault(key, []).append(value)
+    return {key: given[0] if len(given) == 1 else given for key, given in values.items()}
 
 
 def _lines(message: Message) -> list[str]:

@@ -19,6 +19,7 @@ from tidegate.errors import RewardError
 from tidegate.sandbox import verify_fresh
 from tidegate.sandbox.bubblewrap import WORK
 from tidegate.sandbox.inside.archive import make_tar
+from tidegate.service import exact
 from tidegate.types import Task, finite
 
 PLACE = "/tmp/harbor"
@@ -131,8 +132,8 @@ def graded(text: str) -> Grade:
     `reward`, reward.txt has the reward, or else it is the mean of the numbers.
 
     Raises:
-        RewardError: There is not one finite number. Several numbers have a mean only from −1 to 1, because
-            counts and seconds are no rewards.
+        RewardError: There is not one finite number, or a key occurs twice. Several numbers have a mean only
+            from −1 to 1, because counts and seconds are no rewards.
     """
     report, line, log = [*text.split("\0"), "", ""][:3]
     values = _numbers(report)
@@ -151,11 +152,14 @@ def graded(text: str) -> Grade:
 
 
 def _numbers(text: str) -> dict[str, float]:
-    """Returns the finite numbers of an object, a single number as `reward`."""
+    """Returns the finite numbers of an object, a single number as `reward`. Raises RewardError for a key that
+    occurs twice."""
     try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
+        read = json.loads(text, object_pairs_hook=exact.distinct)
+    except (json.JSONDecodeError, RecursionError):
         read = None
+    except ValueError as error:
+        raise RewardError(f"test.sh wrote an unclear reward.json: {error}; write each value once") from None
     named = read if isinstance(read, dict) else {"reward": _float(text)}
     numbers = {}
     for name, value in named.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -28,15 +27,9 @@ def load_json(text: str) -> Any:
         return None
 
 
-def _finite(text: str) -> float:
-    return float(text) if math.isfinite(float(text)) else _refuse(text)
-
-
-def _refuse(text: str) -> Any:
-    raise ValueError(f"JSON has no number {text}")
-
-
-DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, object_pairs_hook=exact.distinct)
+DECODER = json.JSONDecoder(
+    parse_constant=exact.no_constant, parse_float=exact.finite_float, object_pairs_hook=exact.distinct
+)
 
 
 def read_call(value: Any) -> SampledCall | None:
