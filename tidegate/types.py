@@ -426,7 +426,8 @@ class Scored:
 
 
 def finite(name: str, value: object) -> float:
-    """Returns a number, a bool, or a scalar of numpy's or torch's types as a float.
+    """Returns a number, a bool, or a scalar of numpy's or torch's types as a float, which is the nearest one
+    to an integer beyond 2^53.
 
     Raises:
         RewardError: It is not a finite number.
@@ -440,6 +441,18 @@ def finite(name: str, value: object) -> float:
     except (OverflowError, ValueError):  # an integer that no float can hold; a signalling NaN
         pass
     raise RewardError(f"{name} is {value!r:.200}, not a finite number")
+
+
+def finite_by_name(what: str, values: Mapping[Any, object]) -> dict[str, float]:
+    """Returns numbers by name as floats; `what` comes before a name in errors.
+
+    Raises:
+        RewardError: A name is not a text, or a number is not finite.
+    """
+    for name in values:
+        if not isinstance(name, str):
+            raise RewardError(f"{what}{name!r} has a name that is not a text; write {str(name)!r}")
+    return {str(name): finite(f"{what}{name!r}", value) for name, value in values.items()}
 
 
 def fields_of(value: Any) -> dict[str, Any]:

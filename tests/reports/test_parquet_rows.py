@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +99,21 @@ def test_a_map_is_an_object(tmp_path: Path) -> None:
     """axolotl-ai-cloud/axolotl#2909: the sibling type."""
     maps = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
     assert [row["m"] for row in read_rows(Path(written(tmp_path, m=maps)))] == [{"a": 1}, {"b": 2}]
+
+
+def test_an_infinite_number_is_refused_where_it_is_used(tmp_path: Path) -> None:
+    """NaN marks a missing value; Infinity became one, too."""
+    path = written(tmp_path, question=["1?", "2?"], answer=[math.inf, 2.0], top=[{"s": [-math.inf]}] * 2)
+    with pytest.raises(ConfigError, match="row 1: 'answer' has inf, which is not a JSON number"):
+        Dataset(path, path, prompt="question")
+    tasks = Dataset(path, path, prompt="question", skip_invalid=True).eval_sets()[""]
+    assert [(task.answer, task.info) for task in tasks] == [(2.0, {"question": "2?"})]
+    missing = written(tmp_path, score=[math.nan])
+    assert [row["score"] for row in read_rows(Path(missing))] == [None]
+
+
+@pytest.mark.skipif(find_spec("pandas") is not None, reason="with pandas, pyarrow reads them")
+def test_a_time_that_pyarrow_cannot_read_is_a_mistake_of_the_file(tmp_path: Path) -> None:
+    path = written(tmp_path, question=["1?"], at=pa.array([1], pa.timestamp("ns")))
+    with pytest.raises(ConfigError, match=r"rows\.parquet cannot be read as parquet: Nanosecond.*pandas"):
+        Dataset(path, path, prompt="question")

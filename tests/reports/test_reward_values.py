@@ -53,3 +53,14 @@ def test_an_environments_own_score_of_numpys_numbers_can_be_sent() -> None:
     scored = check(Scored(half, {"p": half}, {"m": half}, {np.int64(2): half}))  # type: ignore[arg-type, dict-item]
     assert scored == Scored(0.5, {"p": 0.5}, {"m": 0.5}, {2: 0.5})
     pack({"parts": dict(scored.parts), "metrics": dict(scored.metrics), "turns": dict(scored.turn_rewards)})
+
+
+def test_a_name_that_is_not_a_text_is_refused() -> None:
+    """The names 1 and "1" were one metric, with the last value."""
+    message = "metric 1 has a name that is not a text; write '1'"
+    with pytest.raises(RewardError, match=f"its {message}"):
+        Reward("r", lambda: Grade(1, {"1": 0, 1: 1})).grade(GIVEN)  # type: ignore[dict-item]
+    with pytest.raises(RewardError, match=f"the {message}"):
+        check(Scored(1.0, {}, {1: 1.0}))  # type: ignore[dict-item]
+    with pytest.raises(RewardError, match="the reward None has a name that is not a text"):
+        check(Scored(1.0, {None: 1.0}))  # type: ignore[dict-item]

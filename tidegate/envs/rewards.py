@@ -14,7 +14,7 @@ from tidegate.envs.answers import EXTRACTORS
 from tidegate.envs.unavailable import is_unavailable
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
 from tidegate.tracebacks import where
-from tidegate.types import finite
+from tidegate.types import finite, finite_by_name
 
 ARGUMENTS = ("output", "answer", "info", "task", "messages", "trajectory", "state")
 """Parameter names that a reward function may have."""
@@ -100,7 +100,7 @@ class Reward:
 
     def _checked(self, result: Any) -> Grade:
         value, metrics = (result.value, result.metrics) if isinstance(result, Grade) else (result, {})
-        checked = {str(key): finite(f"its metric {key!r}", number) for key, number in metrics.items()}
+        checked = finite_by_name("its metric ", metrics)
         return Grade(finite("the value that it returned", value), checked)
 
     def _described(self, error: Exception) -> RewardError:

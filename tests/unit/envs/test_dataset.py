@@ -282,6 +282,13 @@ def test_a_long_text_of_csv_is_read_whole(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "d.csv")[0].values["q"]) == 200_000
 
 
+def test_separators_in_a_quoted_header_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text('"task; in\n words; or ""so""",answer\n1 + 1?,2\n')
+    assert [row.values for row in read_rows(tmp_path / "d.csv")] == [
+        {'task; in\n words; or "so"': "1 + 1?", "answer": "2"}
+    ]
+
+
 @pytest.mark.parametrize(("separator", "mark"), [(",", b""), (";", b"\xef\xbb\xbf"), ("\t", b"")])
 def test_csv_rows_are_texts(tmp_path: Path, separator: str, mark: bytes) -> None:
     lines = [

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tidegate.errors import ConfigError
 from tidegate.loading import did_you_mean
@@ -24,13 +24,13 @@ class DataRow:
     file: Path
     number: int
     values: dict[str, Any]
-    binary: Mapping[str, str] = field(default_factory=dict)
-    """Columns that `values` lacks because their bytes are not text, with the reason."""
+    unusable: Mapping[str, str] = field(default_factory=dict)
+    """Columns that `values` lacks because JSON has no form for what they have, with the reason."""
 
     def __getitem__(self, key: str) -> Any:
         """Returns a column's value; raises ConfigError, which names file, line and key, if it is missing."""
-        if key in self.binary:
-            raise self.error(f"{key!r} has bytes that are not UTF-8: {self.binary[key]}")
+        if key in self.unusable:
+            raise self.error(f"{key!r} has {self.unusable[key]}")
         if key not in self.values:
             has = ", ".join(map(repr, self.values)) or "none"
             raise self.error(f"there is no key {key!r}{did_you_mean(key, self.values)} (it has {has})")
@@ -90,9 +90,9 @@ def _csv(path: Path) -> Iterator[DataRow]:
     csv.field_size_limit(sys.maxsize)  # its default is 131,072 characters
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            header = file.readline()
+            delimiter = max(",;\t", key=lambda separator: _header_cells(file, separator))
             file.seek(0)
-            reader = csv.DictReader(file, delimiter=max(",;\t", key=header.count), strict=True)
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             columns = reader.fieldnames or ()
             if twice := {name for name in columns if columns.count(name) > 1}:
                 raise ConfigError(
@@ -114,6 +114,11 @@ def _csv(path: Path) -> Iterator[DataRow]:
         raise ConfigError(f"{path} cannot be read as CSV: line {reader.reader.line_num}: {error}") from None
 
 
+def _header_cells(file: TextIO, delimiter: str) -> int:
+    file.seek(0)
+    return len(next(csv.reader(file, delimiter=delimiter), ()))
+
+
 def _parquet(path: Path) -> Iterator[DataRow]:
     try:
         from pyarrow import ArrowException, parquet
@@ -123,23 +128,26 @@ def _parquet(path: Path) -> Iterator[DataRow]:
         ) from None
     try:
         table = parquet.read_table(path).to_pylist(maps_as_pydicts="strict")
-    except (ArrowException, OSError, KeyError) as error:
+    except (ArrowException, OSError, KeyError, ValueError, OverflowError) as error:  # the latter of dates
         raise ConfigError(f"{path} cannot be read as parquet: {error}") from None
     for number, columns in enumerate(table, 1):
-        values, binary = {}, {}
+        values, unusable = {}, {}
         for key, value in columns.items():
             try:
                 values[key] = _plain(value)
             except UnicodeDecodeError as error:
-                binary[key] = f"{error.reason} at byte {error.start}"
-        yield DataRow(path, number, values, binary)
+                unusable[key] = f"bytes that are not UTF-8: {error.reason} at byte {error.start}"
+            except ValueError as error:
+                unusable[key] = str(error)
+        yield DataRow(path, number, values, unusable)
 
 
 def _plain(value: Any) -> Any:
     """Returns a parquet value in JSON's types: dates and decimals as text, bytes decoded, NaN as None.
 
     A nested object has the keys of all rows in each row. Its keys without a value are left out, so that a
-    tool call has no arguments of other rows; a message keeps its `content`. Raises UnicodeDecodeError.
+    tool call has no arguments of other rows; a message keeps its `content`. Raises UnicodeDecodeError, and
+    ValueError for an infinite number.
     """
     if isinstance(value, dict):
         plain = {str(key): _plain(item) for key, item in value.items()}
@@ -149,6 +157,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, float) and not math.isfinite(value):
+        if math.isinf(value):
+            raise ValueError(f"{value}, which is not a JSON number")
         return None
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 

@@ -11,7 +11,7 @@ from tidegate.envs.unavailable import is_unavailable
 from tidegate.errors import RewardError, RewardUnavailableError
 from tidegate.service.threads import in_thread
 from tidegate.tracebacks import where
-from tidegate.types import Message, Scored, Task, Trajectory, finite
+from tidegate.types import Message, Scored, Task, Trajectory, finite, finite_by_name
 
 
 async def score(
@@ -42,12 +42,13 @@ async def score(
 
 
 def check(scored: object) -> Scored:
-    """Returns a score with Python's floats. Raises RewardError, which names the number that is not finite."""
+    """Returns a score with Python's floats. Raises RewardError, which names the number that is not finite, or
+    the name that is not a text."""
     if not isinstance(scored, Scored):
         raise RewardError(f"the reward returned a {type(scored).__name__}, not a Scored")
     return Scored(
         finite("reward", scored.reward),
-        {name: finite(name, value) for name, value in scored.parts.items()},
-        {name: finite(name, value) for name, value in scored.metrics.items()},
+        finite_by_name("the reward ", scored.parts),
+        finite_by_name("the metric ", scored.metrics),
         {int(turn): finite(f"turn {turn}", value) for turn, value in scored.turn_rewards.items()},
     )
