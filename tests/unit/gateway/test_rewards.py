@@ -78,7 +78,7 @@ async def test_without_a_reward_of_its_own_the_agents_counts(rewarder: Any) -> N
         (lambda: 1 / 0, "raised ZeroDivisionError"),
         (lambda: Scored(math.nan, {}), "reward is nan"),
         (lambda: Scored(math.inf, {}), "reward is inf"),
-        (lambda: Scored(1.0, {"form": math.nan}), "form is nan"),
+        (lambda: Scored(1.0, {"form": math.nan}), "the reward 'form' is nan"),
         (lambda: Scored(None, {}), "reward is None"),
         (lambda: None, "returned a NoneType"),
         (lambda: 1.0, "returned a float"),
