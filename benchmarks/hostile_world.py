@@ -68,7 +68,11 @@ PROCESSES = ("gateway", "engine", "trainer")
 
 
 def started(command: list[str], out: Any, **environment: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT | environment, stdout=out, stderr=out)
+    """Starts a program of this benchmark, which ends with it however it ends."""
+    tied = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
+    return subprocess.Popen(
+        [*tied, *command], cwd=ROOT, env=ENVIRONMENT | environment, stdout=out, stderr=out
+    )
 
 
 @contextlib.asynccontextmanager
@@ -76,11 +80,10 @@ async def serving(place: Path, keys: Path) -> AsyncIterator[Server]:
     """Runs `tidegate serve`."""
     (place / "privacy.py").write_text(PRIVACY)
     output = place / "out"
-    tied = [sys.executable, "-m", "tidegate.service.parent_death", str(os.getpid())]
     serve = [sys.executable, "-m", "tidegate", "serve", str(ROOT / "examples/online/config.toml")]
     own = [f"--run.dir={place}", f"--gateway.keys={keys}", f"--gateway.redact={place / 'privacy.py'}:redact"]
     with output.open("wb") as out:
-        process = started([*tied, *serve, *SETTINGS, *own], out)
+        process = started([*serve, *SETTINGS, *own], out)
     server = Server(process, place / "run", output)
     try:
         await until(

@@ -135,18 +135,25 @@ def _source(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     try:
         source = importlib.util.decode_source(data)
+    except (SyntaxError, UnicodeDecodeError) as error:  # SyntaxError: also of an unknown encoding
+        raise ConfigError(_not_text(path, data, error)) from None
+    try:
         compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # ValueError: not decodable, or null bytes
-        raise ConfigError(_not_python(path, data, error)) from None
+    except (SyntaxError, ValueError) as error:  # ValueError: null bytes
+        raise ConfigError(_not_python(path, error)) from None
     return source
 
 
-def _not_python(path: Path, data: bytes, error: SyntaxError | ValueError) -> str:
+def _not_text(path: Path, data: bytes, error: SyntaxError | UnicodeDecodeError) -> str:
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as wrong:
         line = data.count(b"\n", 0, wrong.start) + 1
         return f"{path}, line {line}: byte {data[wrong.start]:#x} is not UTF-8; save the file as UTF-8"
+    return _not_python(path, error)
+
+
+def _not_python(path: Path, error: SyntaxError | ValueError) -> str:
     if not isinstance(error, SyntaxError):
         return f"{path} is not Python: {error}"
     line_of = f", line {error.lineno}" if error.lineno else ""

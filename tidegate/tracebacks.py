@@ -39,6 +39,8 @@ class FailureReasons(Counter[str]):
 def describe_error(error: BaseException, limit: int) -> str:
     """Returns the message, the user's own frames from the innermost outwards, and the innermost frames.
 
+    An error that Tidegate raised itself, such as that of a program's exit status, has only its message.
+
     `limit` is the limit of the characters of the message, and of those of the frames.
     """
     message = "".join(traceback.format_exception_only(error)).strip()
@@ -93,4 +95,6 @@ def _location(frame: traceback.FrameSummary) -> str:
 
 
 def _last(error: BaseException) -> str:
-    return "".join(traceback.format_tb(error.__traceback__)[-LAST_FRAMES:])
+    frames = traceback.extract_tb(error.__traceback__)[-LAST_FRAMES:]
+    ours = bool(frames) and frames[-1].filename.startswith(f"{HERE}/")
+    return "" if ours else "".join(traceback.format_list(frames))

@@ -294,22 +294,42 @@ def test_the_content_of_the_run_directory_is_reported(
         ("--env.use={}/good.py:Words", "good.py has no environment 'Words'; did you mean 'Word'?"),
         ("--agent.use={}/colon.py:f", "colon.py, line 3: SyntaxError: expected ':': def f(task, session)"),
         ("--env.use={}/latin.py:f", "latin.py, line 2: byte 0xe9 is not UTF-8; save the file as UTF-8"),
+        ("--env.use={}/declared.py:f", "declared.py, line 3: SyntaxError: expected ':': def f(task)"),
         ("--agent.use={}/null.py:f", "null.py"),
         ("--agent.use={}/coded.py:f", "coded.py: SyntaxError: unknown encoding: klingon"),
+        ("--trainer.filter={}/good.py:kep", "good.py has no filter 'kep'; did you mean 'keep'?"),
+        (
+            "--agent.source=client --gateway.keys=k --gateway.redact={}/good.py:reda",
+            "good.py has no redaction 'reda'",
+        ),
+        (
+            "--agent.source=client --gateway.keys=k --gateway.conversation_rewards=['{}/colon.py:f']",
+            "colon.py, line 3: SyntaxError",
+        ),
+        ("--trainer.loss.use={}/good.py:los", "good.py has no loss 'los'"),
+        (
+            "--env.use=dataset --env.options.rewards=['exact_match',{{use='{}/good.py:kep'}}]",
+            "good.py has no reward 'kep'; did you mean 'keep'?",
+        ),
+        (
+            "--env.use=dataset --env.options.rewards=exact_mach",
+            "there is no reward 'exact_mach'; did you mean 'exact_match'?",
+        ),
     ],
 )
 def test_an_agent_or_environment_that_does_not_exist_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
     for name, source in {
-        "good": b"def solve(task, session): ...\nif True:\n    class Word: ...\n",
+        "good": b"def solve(task, session): ...\ndef keep(group): ...\nif True:\n    class Word: ...\n",
         "colon": b"\n\ndef f(task, session)\n    pass\n",
         "latin": b"\nname = '\xe9'\ndef f(task, session): ...\n",
+        "declared": b"# coding: latin-1\nname = '\xe9'\ndef f(task)\n    pass\n",
         "null": b"a = '\0'\ndef f(task, session): ...\n",
         "coded": b"# coding: klingon\ndef f(task, session): ...\n",
     }.items():
         (tmp_path / f"{name}.py").write_bytes(source)
-    run = ["train", "--dry-run", f"--model.path={BASE}", override.format(tmp_path)]
+    run = ["train", "--dry-run", f"--model.path={BASE}", *override.format(tmp_path).split()]
     assert main(run) == 2
     assert words.format(tmp_path) in " ".join(capsys.readouterr().err.split())
 

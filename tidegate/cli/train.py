@@ -42,7 +42,8 @@ def add(subparsers: Subparsers) -> None:
 
 
 def _check_names(settings: Settings) -> None:
-    """Raises ConfigError if there is no such agent or environment. Reads their files, and imports neither."""
+    """Raises ConfigError if an agent, environment or function of the settings does not exist. Reads their
+    files, and imports none."""
     from tidegate.agents import base as agents
     from tidegate.envs import base as environments
     from tidegate.loading import check_object
@@ -50,6 +51,16 @@ def _check_names(settings: Settings) -> None:
     if settings.agent.source == "local":
         check_object(settings.agent.use, agents.BUILT_IN, "agent")
     environments.check_name(settings.env.use)
+    if settings.env.use == "dataset" and "rewards" in settings.env.options:
+        from tidegate.envs.datasets.dataset import check_rewards
+
+        check_rewards(settings.env.options["rewards"])
+    named = [(settings.trainer.filter, "filter"), (settings.gateway.redact, "redaction")]
+    named += [(use, "reward function") for use in settings.gateway.conversation_rewards]
+    named += [(settings.trainer.loss.use, "loss")] if settings.trainer.loss.name == "custom" else []
+    for use, what in named:
+        if use is not None:
+            check_object(use, {}, what)
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -105,7 +109,7 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
         text = f"your agent exited its process: {why}{silent}"
         yield error("episode", "agent_exited", text, "an agent returns its output; it must not exit")
     elif reported is Outcome.AGENT_ERROR:
-        yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode))
+        yield error("episode", "agent_raised", f"your agent raised {why}{silent}", _hint(episode, settings))
     elif not any(turn.delivered for turn in episode.trajectory.turns) and episode.refusals:
         yield error("episode", "all_refused", f"your agent got no reply: {why}")
     elif not any(turn.delivered for turn in episode.trajectory.turns):
@@ -119,14 +123,26 @@ def _ending(episode: TrialEpisode, settings: Settings) -> Iterator[Finding]:
         yield warning("episode", "agent_no_output", text, "return the answer as text")
 
 
-def _hint(episode: TrialEpisode) -> str:
+def _hint(episode: TrialEpisode, settings: Settings) -> str:
     if "context_length_exceeded" in episode.refusals:
         return "its prompt exceeds the engine's context (engine.max_context of embedded engines)"
     if "wrong_address" in episode.refusals:
         return "give its client session.base_url as it is, with /v1 (Anthropic's: without)"
     if not episode.trajectory.turns and "Connection" in (episode.summary.error or ""):
         return "it must call session.base_url, not an address of its own"
+    missing = re.search("No module named '[^']+'", episode.summary.error or "")
+    if missing and settings.agent.use == "command" and (python := _python(settings.agent.options)):
+        return (
+            f"the program's interpreter is {python}: install the package there, or name the path of another "
+            "interpreter in agent.options.command"
+        )
     return ""
+
+
+def _python(options: Mapping[str, Any]) -> str | None:
+    """Returns the path of the Python interpreter that a command runs; None if it is another program."""
+    path = shutil.which(options["command"][0], path=options.get("env", {}).get("PATH"))
+    return path if path and re.match("python|pypy", os.path.basename(path)) else None
 
 
 def _refused(episode: TrialEpisode) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -330,6 +331,23 @@ async def test_other_processes_need_the_key() -> None:
         with pytest.raises(StartError, match="needs its key"):
             await stranger.start()
         await stranger.close()
+
+
+def test_the_command_tells_in_one_line_why_an_environment_cannot_be_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from tidegate.envs.base import Environment\n"
+        "class Broken(Environment):\n"
+        "    train_task = eval_sets = None\n"
+        "    def __init__(self):\n"
+        "        raise KeyError('style')\n"
+    )
+    command = [sys.executable, "-m", "tidegate", "env", "serve", f"{file}:Broken", "--port=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    cause = (
+        f"the environment '{file}:Broken' cannot be constructed: KeyError: 'style' ({file}:5, in __init__)"
+    )
+    assert (done.returncode, done.stderr) == (2, f"tidegate: {cause}\n")
 
 
 @contextlib.asynccontextmanager

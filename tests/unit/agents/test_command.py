@@ -14,6 +14,7 @@ import pytest
 from tidegate.agents.base import Result, Session
 from tidegate.agents.command import MAX_STDOUT, CommandAgent, _Program
 from tidegate.errors import ConfigError
+from tidegate.tracebacks import describe_error
 from tidegate.types import TaskView
 
 TASK = TaskView(
@@ -76,9 +77,14 @@ async def test_a_bad_result_file_is_an_error(said: str) -> None:
         await python(code).run(TASK, session())
 
 
-async def test_a_bad_status_is_an_error_with_its_last_words() -> None:
-    with pytest.raises(RuntimeError, match=r"status 3: (?s:.*)out of luck"):
-        await python("import sys; print('out of luck', file=sys.stderr); sys.exit(3)").run(TASK, session())
+async def test_a_bad_status_is_an_error_with_its_last_words_and_no_frames_of_tidegate() -> None:
+    agent = python("import sys; print('out of luck', file=sys.stderr); sys.exit(3)")
+    [result] = await asyncio.gather(agent.run(TASK, session()), return_exceptions=True)
+    assert isinstance(result, RuntimeError)
+    result.__traceback__ = result.__traceback__ and result.__traceback__.tb_next  # of this test
+    assert describe_error(result, 999) == (
+        f"RuntimeError: {agent.command[0]} exited with status 3: out of luck"
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,24 @@ from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan
 REFUSED = ToolCall(
     "calculator", {}, "there is no tool 'calculator'; the tools are convert", error=True, known=False
 )
+
+
+@pytest.mark.parametrize(
+    ("program", "hint"),
+    [
+        (sys.executable, f"the program's interpreter is {sys.executable}: install the package there, or"),
+        ("node", ""),
+    ],
+)
+def test_a_program_that_lacks_a_package_is_told_its_interpreter(program: str, hint: str) -> None:
+    raised = f"RuntimeError: {program} exited with status 1: ModuleNotFoundError: No module named 'openai'"
+    trajectory = Trajectory("s", "t", "units", "train", Outcome.AGENT_ERROR, [])
+    summary = SessionSummary("s", Outcome.AGENT_ERROR, None, {}, None, 0, 0, None, raised, 0.1)
+    settings = settings_of(agent={"use": "command", "options": {"command": [program, "agent.py"]}})
+    episode = TrialEpisode(Outcome.AGENT_ERROR, summary, trajectory, {}, {})
+    [finding] = judge_episode(episode, settings, Renderer.load(TINY_BASE))
+    assert (finding.code, finding.fix[: len(hint)]) == ("agent_raised", hint), finding
+    assert bool(hint) == bool(finding.fix)
 
 
 @pytest.mark.parametrize(

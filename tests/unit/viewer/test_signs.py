@@ -239,6 +239,7 @@ def test_groups_that_are_filtered_between_steps_are_seen_without_a_step() -> Non
     assert sign is not None
     assert "200 groups filtered since step 3: 0 all solved, 200 all failed; 5 can be trained on" in str(sign)
     assert "too hard" in sign.remedy
+    assert "1 group filtered since step 3: 0 all" in watch.filtered({"groups/filtered": 51.0})
     assert watch.state({"groups/filtered": 400.0}) is None, "reported once"
     watch.step({"step": 4, "groups/filtered": 400.0})
     assert watch.state({"groups/filtered": 450.0}) is None

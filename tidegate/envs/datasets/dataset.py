@@ -16,11 +16,12 @@ from tidegate.envs.grading.graders import GRADERS
 from tidegate.envs.grading.math_verify import require_math_verify
 from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
-from tidegate.loading import did_you_mean, load_object
+from tidegate.loading import check_object, did_you_mean, load_object
 from tidegate.types import Task
 
 EVAL_FRACTION = 0.1
 _REWARD_KEYS = ("use", "weight", "name")
+_BUILT_IN = {name: f"tidegate.envs.grading.graders:{name}" for name in GRADERS}
 
 
 class Dataset(Finite):
@@ -148,20 +149,31 @@ def _listed(rewards: Any) -> Sequence[Any]:
     return rewards
 
 
-def _reward(entry: Any) -> Reward:
+def check_rewards(rewards: Any) -> None:
+    """Raises ConfigError if `rewards` names a function that does not exist. Reads its file, and imports
+    nothing."""
+    for entry in _listed(rewards):
+        check_object(_table(entry)["use"], _BUILT_IN, "reward")
+
+
+def _table(entry: Any) -> Mapping[str, Any]:
     table = {"use": entry} if isinstance(entry, str) else entry
     if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
         raise ConfigError(f"dataset: the reward {entry!r} needs a 'use': a built-in name or file.py:function")
     for key in table:
         if key not in _REWARD_KEYS:
             raise ConfigError(f"dataset: a reward has no setting {key!r}{did_you_mean(key, _REWARD_KEYS)}")
+    return table
+
+
+def _reward(entry: Any) -> Reward:
+    table = _table(entry)
     use, weight = table["use"], table.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ConfigError(f"dataset: the reward {use!r} has the weight {weight!r}, which is not a number")
     if use == "math_verify":
         require_math_verify("the reward 'math_verify'")
-    built_in = {name: f"tidegate.envs.grading.graders:{name}" for name in GRADERS}
-    function = load_object(use, built_in, "reward")
+    function = load_object(use, _BUILT_IN, "reward")
     if not callable(function):
         raise ConfigError(f"dataset: the reward {use!r} is not a function, but {type(function).__name__}")
     return Reward(str(table.get("name", use.rpartition(":")[2])), function, float(weight))

@@ -61,6 +61,7 @@ def create_app(pool: WorkerPool, key: str | None, failures: list[TidegateError])
             await pool.start()
         except TidegateError as error:
             failures.append(error)
+            logging.getLogger("uvicorn.error").disabled = True  # it would print the traceback as well
             raise
         try:
             yield
@@ -161,6 +162,8 @@ def serve(settings: PoolSettings, key: str | None, listen: Listen) -> None:
         )
     failures: list[TidegateError] = []
     app = create_app(WorkerPool(settings), key, failures)
-    run_app(app, bind(listen), listen, keyless=key is None)
-    if failures:
-        raise failures[0]
+    try:
+        run_app(app, bind(listen), listen, keyless=key is None)
+    finally:  # uvicorn exits if the pool does not start
+        if failures:
+            raise failures[0] from None

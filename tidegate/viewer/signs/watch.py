@@ -86,7 +86,8 @@ class SignWatch:
             return ""
         others = filtered - solved - failed
         return (
-            f"{number(filtered, 0)} groups filtered since step {max(0, self.history.step)}: "
+            f"{number(filtered, 0)} group{'' if filtered == 1 else 's'} filtered "
+            f"since step {max(0, self.history.step)}: "
             f"{number(solved, 0)} all solved, {number(failed, 0)} all failed"
             + (f" ({number(cut, 0)} with every reply cut at a token limit)" if cut else "")
             + (f", {number(others, 0)} with other equal rewards or by trainer.filter" if others > 0 else "")
