@@ -29,9 +29,25 @@ import aiohttp
 import zstandard
 from common import Check, report
 from hostile_attacks import ATTACKS, Attacker, slow_headers
-from hostile_world import ENVIRONMENT, LIMIT_S, PROCESSES, ROOT, WARM_S, Honest, client, many, serving, until
+from hostile_world import (
+    ENVIRONMENT,
+    LIMIT_S,
+    PROCESSES,
+    ROOT,
+    WARM_S,
+    Honest,
+    Server,
+    client,
+    many,
+    serving,
+    until,
+)
 
+from tidegate.errors import TidegateError
 from tidegate.gateway.project_keys import create_key
+
+GROWTH_MB = 50
+"""Most by which gateway and engine may have grown once freed memory has been returned."""
 
 
 def texts(place: Path) -> Iterator[tuple[Path, bytes]]:
@@ -62,6 +78,11 @@ def reading(verb: str, run_dir: Path) -> bool:
     """Returns whether a command fails for the run."""
     command = [sys.executable, "-m", "tidegate", verb, str(run_dir)]
     return bool(subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True).returncode)
+
+
+def growth(server: Server, before: dict[str, float]) -> float:
+    """Returns by how much gateway or engine have grown, whichever more, in MB."""
+    return max(server.rss(name)[0] - before[name] for name in ("gateway", "engine"))
 
 
 async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Check]]:
@@ -109,6 +130,8 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
                 await slow
         # Hostile conversations end after the feedback window, and the trainer reads erasures.
         await asyncio.sleep(scale.settle)
+        with contextlib.suppress(TidegateError):  # a growth that stays fails the check below
+            await until(lambda: growth(server, before) <= GROWTH_MB, "freed memory", LIMIT_S, server.process)
         after = {name: server.rss(name)[0] for name in PROCESSES}
         for one in honest:
             one.stop.set()
@@ -119,11 +142,11 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
         took = server.steps() - steps
     errors = [error for one in honest for error in one.errors]
     found = leaks(server.run_dir, [*named.values(), *(text for a in attackers for text in a.secrets)])
-    growth = {name: after[name] - before[name] for name in PROCESSES}
+    grew = {name: after[name] - before[name] for name in PROCESSES}
     unreadable = sum([await asyncio.to_thread(reading, verb, server.run_dir) for verb in ("audit", "report")])
     logs = sum(path.stat().st_size for path in (server.run_dir / "logs").iterdir()) / 2**20
     rows.append({
-        "honest_feedback": sum(len(one.thumbs) for one in honest), "steps": took, "growth_mb": growth,
+        "honest_feedback": sum(len(one.thumbs) for one in honest), "steps": took, "growth_mb": grew,
         "logs_mb": logs, "errors": errors[:5],
         "lost": lost[:5], "leaks": found[:20],
     })  # fmt: skip
@@ -131,7 +154,7 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
         Check("honest_errors", len(errors), "==", 0),
         Check("honest_lost", len(lost), "==", 0),
         Check("trainer_exits", exits + (not same), "==", 0),
-        Check("rss_growth_mb", max(growth["gateway"], growth["engine"]), "<=", 50),
+        Check("rss_growth_mb", max(grew["gateway"], grew["engine"]), "<=", GROWTH_MB),
         Check("leaks", len(found), "==", 0),
         Check("effects", sum(len(a.effects) for a in attackers), "==", 0),
         Check("steps", took, ">=", 1),
