@@ -33,12 +33,13 @@ async def train(client, tasks):
 
 
 async def main(url, key):
-    async with Client(url, key) as client:
+    async with Client(url, key) as client, asyncio.TaskGroup() as group:
         tasks = map(Arithmetic().train_task, itertools.count())
-        await asyncio.gather(*(train(client, tasks) for _ in range(32)))
+        for _ in range(32):
+            group.create_task(train(client, tasks))
 
 
 try:
     asyncio.run(main(*sys.argv[1:]))
-except GatewayError as end:
-    print(end)
+except* GatewayError as ends:
+    print(ends.exceptions[0])

@@ -56,6 +56,7 @@ ALLOWED = {
         "engine.options",
         "trainer.cluster.placement",
         "trainer.forecast",
+        "trainer.preflight",
         "trainer.processes.gpus",
         "trainer.processes.servers",
     },

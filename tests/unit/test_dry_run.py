@@ -236,6 +236,7 @@ def test_the_plan_says_what_is_missing_and_touches_nothing(tmp_path: Path) -> No
         (["--model.path={}/weightless"], "model.path = .*/weightless: it has no weights"),
         (["--model.path={}/huge"], "need at least .* of memory on cpu .* are free: "),
         (["--model.path={}/huge", "--cluster=auto"], None),
+        (["--run.dir=/proc/x"], "run.dir = /proc/x: cannot write /proc/x/demo: "),
         (["--resume"], "holds no run to resume"),
         (["--resume", "auto"], None),
     ],

@@ -17,6 +17,7 @@ from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
+from tidegate.trainer.preflight import check_writable
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
 
@@ -193,6 +194,7 @@ def _too_large(settings: Settings) -> Iterator[str]:
 def _run_directory(settings: Settings, resume: bool | str, fresh: bool) -> Iterator[str]:
     try:
         refuse_if_in_use(settings.run_dir)
+        check_writable(settings.run_dir)
     except StartError as error:
         yield str(error)
     exists = (settings.run_dir / "ledger.jsonl").exists()
