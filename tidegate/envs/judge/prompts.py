@@ -110,7 +110,7 @@ def _last_scores(text: str) -> Mapping[str, Any] | None:
         except (ValueError, RecursionError):
             value, at = None, start + 1
         scores = value.get("scores") if isinstance(value, dict) else None
-        if isinstance(scores, dict | list):
+        if isinstance(scores, dict | tuple):
             found.append((text[at:], scores if isinstance(scores, dict) else {}))
         elif isinstance(value, dict):
             at = start + 1
@@ -122,11 +122,11 @@ def _last_scores(text: str) -> Mapping[str, Any] | None:
 
 
 def _listing_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns an object in which a key that occurs twice has the list of its values, which is no score."""
+    """Returns an object in which a key that occurs twice has the tuple of its values, which is no score."""
     values: dict[str, list[Any]] = {}
     for key, value in pairs:
         values.setdefault(key, []).append(value)
-    return {key: given[0] if len(given) == 1 else given for key, given in values.items()}
+    return {key: given[0] if len(given) == 1 else tuple(given) for key, given in values.items()}
 
 
 def _lines(message: Message) -> list[str]:
