@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,3 +28,23 @@ def test_two_honest_keys_notice_nothing_of_a_hostile_one(tmp_path: Path) -> None
     assert done.stdout, (done.stderr[-3000:], (tmp_path / "out").read_text()[-3000:])
     told = json.loads(done.stdout.splitlines()[-1])
     assert done.returncode == 0, told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_its_processes_end_with_it(number: signal.Signals) -> None:
+    program = (
+        "import sys, time; from hostile_world import started\n"
+        "print(started(['sleep', '300'], None).pid, flush=True); time.sleep(300)"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=REPO / "benchmarks", stdout=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout is not None
+        child = os.pidfd_open(int(benchmark.stdout.readline()))
+        benchmark.send_signal(number)
+        try:
+            ended, _, _ = select.select([child], [], [], 30)
+            assert ended, "it still runs"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(child, signal.SIGKILL)
+            os.close(child)
