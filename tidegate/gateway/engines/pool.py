@@ -40,6 +40,10 @@ LAST_EVENT_S = 10.0
 """Time limit for an engine to end an aborted request with the event that reports its versions."""
 
 
+def _constant(load: str | None) -> Callable[[], str | None]:
+    return lambda: load
+
+
 class EnginePool:
     """Sends requests to engines; owns their connections and one probe task per engine."""
 
@@ -189,6 +193,7 @@ class EnginePool:
                         log.info("%s; retrying", error)
                     except asyncio.CancelledError:
                         load = request.load()
+                        request.load = _constant(load)  # with this call, which is released below
                         raise
                     finally:
                         self._dispatch.release(engine)

@@ -109,6 +109,12 @@ class TurnPipeline:
         except asyncio.CancelledError:
             if session.affinity.disruptions > before:  # the outage, not the agent, is the cause
                 session.engine_error = session.engine_outage
+            # The session may have been closed at its deadline before the timeout of this call had its turn.
+            elif asyncio.get_running_loop().time() >= session.deadline and (
+                load := call.engine_request.load()
+            ):
+                session.note_slow(load, began)
+                call.refusal = session_closed(f"its deadline passed: {load}")
             raise
         except QueueFullError as error:
             if (load := call.engine_request.load()) is None:
