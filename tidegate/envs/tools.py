@@ -196,7 +196,6 @@ def _is_another(given: Any, read: Any) -> bool:
         return False
     if isinstance(given, str):
         return re.fullmatch(r"\s*[-+]?[0-9.]+([eE][-+]?[0-9]+)?\s*", given) is None or not math.isfinite(read)
-
     if isinstance(given, int) and isinstance(read, float) and math.isfinite(read):
         return isinstance(given, bool) or (int(read) != given and float(given) == read)
     return isinstance(given, bool) or not math.isfinite(read)

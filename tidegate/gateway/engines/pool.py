@@ -41,6 +41,7 @@ LAST_EVENT_S = 10.0
 
 
 def _constant(load: str | None) -> Callable[[], str | None]:
+    """Returns a `GenerateRequest.load` that describes the moment of this call."""
     return lambda: load
 
 

@@ -43,7 +43,7 @@ class ModelCall:
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.time)
     clock: float = field(default_factory=time.perf_counter)
-    """The same, on a clock that is never set."""
+    """The same, on a monotonic clock."""
     prompt_tokens: int = 0
     task: asyncio.Task[None] | None = None
     node: TurnNode | None = None
@@ -62,7 +62,7 @@ class ModelCall:
 
     @property
     def seconds(self) -> float:
-        """Seconds since it started, on a clock that is never set."""
+        """Seconds since it started, on a monotonic clock."""
         return time.perf_counter() - self.clock
 
     @property
