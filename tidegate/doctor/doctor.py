@@ -150,9 +150,9 @@ class Examination:
             lengths.append(episode.trajectory.sampled_tokens())
         rate = await measure_rate(urls, episodes_at_a_time(self.settings))
         if rate and any(lengths):
-            length = fmean(lengths)
-            self._report([ok("speed", forecast(self.settings, rate, length))])
-            self._report([warning("speed", "slow", *told) for told in advice(self.settings, rate, length)])
+            known = (self.settings, rate, fmean(lengths), environment.eval_sets())
+            self._report([ok("speed", forecast(*known))])
+            self._report([warning("speed", "slow", *told) for told in advice(*known)])
 
     async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
         key = admin_key(self.settings)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import aiohttp
 
 from tidegate.config import Settings
 from tidegate.errors import EngineError
+from tidegate.settings.evaluation import EvalSettings
 from tidegate.trainer.admission.pace import SHARE
+from tidegate.types import Task
 
 if TYPE_CHECKING:
     from tidegate.trainer.publish.engine_control import EngineControl
@@ -65,10 +67,18 @@ def episodes_at_a_time(settings: Settings) -> int:
     return min(settings.agent.max_concurrency, trainer.groups_per_batch * trainer.group_size)
 
 
-def forecast(settings: Settings, rate: float, tokens: float | None = None) -> str:
-    """Returns a line about steps and evaluations, if engines sample `rate` tokens per second.
+Sets = Mapping[str, Sequence[Task]]
+"""Held-out sets of an environment, as `eval_sets()` returns them."""
 
-    `tokens` is the mean length of an episode; None: that of one reply of `sampling.max_tokens`.
+
+def forecast(settings: Settings, rate: float, tokens: float | None = None, sets: Sets | None = None) -> str:
+    """Returns a line about steps and evaluations.
+
+    Args:
+        settings: Settings of the run.
+        rate: Tokens per second that the engines sample together.
+        tokens: Mean length of an episode; None: one reply of `sampling.max_tokens`.
+        sets: The environment's held-out sets; None: one set with enough tasks.
     """
     trainer, evaluation = settings.trainer, settings.eval
     length = settings.sampling.max_tokens if tokens is None else tokens
@@ -76,13 +86,15 @@ def forecast(settings: Settings, rate: float, tokens: float | None = None) -> st
     how = f"one reply of sampling.max_tokens = {length}" if tokens is None else f"{length:.0f} tokens"
     parts = [f"{_seconds(batch * length / rate)} of sampling a step ({batch} episodes of {how})"]
     if evaluation.first or evaluation.last:
-        number = 2 * evaluation.tasks
+        number = _evaluation_episodes(evaluation, sets)
         parts.append(f"{_seconds(number * length / rate)} an evaluation ({number} episodes)")
     most = "at most" if tokens is None else "about"
     return f"the engines sample about {rate:.3g} tokens/s: {most} {' and '.join(parts)}"
 
 
-def advice(settings: Settings, rate: float, tokens: float | None = None) -> Iterator[tuple[str, str]]:
+def advice(
+    settings: Settings, rate: float, tokens: float | None = None, sets: Sets | None = None
+) -> Iterator[tuple[str, str]]:
     """Yields what engines are too slow for, and which setting to change; arguments as above."""
     trainer, evaluation, agent = settings.trainer, settings.eval, settings.agent
     length = settings.sampling.max_tokens if tokens is None else tokens
@@ -94,12 +106,14 @@ def advice(settings: Settings, rate: float, tokens: float | None = None) -> Iter
             f"and a group has {trainer.group_size}",
             f"raise agent.deadline_s to {enough}, or lower sampling.max_tokens",
         )
-    seconds = 2 * evaluation.tasks * length / rate
+    seconds = _evaluation_episodes(evaluation, sets) * length / rate
     if (evaluation.first or evaluation.last) and seconds > evaluation.deadline_s:
-        fewer = max(1, int(evaluation.deadline_s * rate / length / 2))
+        in_suites = sum(suite.tasks for suite in evaluation.suites.values())
+        fewer = int((evaluation.deadline_s * rate / length - in_suites) / (1 + len(sets or [""])))
+        lower = f"lower eval.tasks to {fewer}, or " if fewer > 0 else ""
         yield (
             f"an evaluation of {_seconds(seconds)} exceeds eval.deadline_s = {evaluation.deadline_s:g}",
-            f"lower eval.tasks to {fewer}, or raise eval.deadline_s to {math.ceil(seconds)}",
+            f"{lower}raise eval.deadline_s to {math.ceil(seconds)}",
         )
     step = trainer.groups_per_batch * trainer.group_size * length / rate
     if step > LONG_STEP_S:
@@ -107,6 +121,13 @@ def advice(settings: Settings, rate: float, tokens: float | None = None) -> Iter
             f"a step samples for {_seconds(step)}",
             "lower trainer.groups_per_batch or sampling.max_tokens, or add engines",
         )
+
+
+def _evaluation_episodes(settings: EvalSettings, sets: Sets | None) -> int:
+    """Returns the number of episodes of the first or last evaluation, which samples the main set twice."""
+    parts = [(name, settings.tasks) for name in ("", *(sets or [""]))]
+    parts += [(suite.set, suite.tasks) for suite in settings.suites.values()]
+    return sum(min(number, len(sets.get(name, ()))) if sets else number for name, number in parts)
 
 
 def _seconds(seconds: float) -> str:

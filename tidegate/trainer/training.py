@@ -184,7 +184,7 @@ class Training:
             rate = await measure_rate(urls, episodes_at_a_time(self.settings))
             if rate:
                 self.admission.pace.measured(rate)
-                self.observer.note(forecast(self.settings, rate))
+                self.observer.note(forecast(self.settings, rate, sets=self.evaluator.sets))
         if self.promotion is not None and self.start.checkpoint is None:
             await self._checkpoint(0)  # to which the first version may be rolled back
         timeout_s = self.settings.stall_timeout_s

@@ -8,6 +8,7 @@ from tests.fakes import staged
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.config import Settings
 from tidegate.trainer.forecast import advice, forecast, measure_rate
+from tidegate.types import Task
 
 
 def settings_of(**sections: dict[str, object]) -> Settings:
@@ -36,6 +37,25 @@ def test_the_settings_that_it_names_are_enough() -> None:
 def test_fast_engines_need_no_advice() -> None:
     assert list(advice(settings_of(), 5000.0)) == []
     assert "about 7.68 s of sampling a step" in forecast(settings_of(), 500.0, tokens=30.0)
+
+
+def test_an_evaluation_has_no_more_episodes_than_tasks_are_held_out() -> None:
+    settings = settings_of(eval={"suites": {"hard": {"set": "rare", "tasks": 3}}})
+    task = Task("t", "env", [])
+    sets = {"": [task] * 8, "rare": [task] * 2}
+    assert "an evaluation (20 episodes)" in forecast(settings, 20.0, 30.0, sets)  # 2 × 8 + 2 + 2
+    assert "an evaluation (403 episodes)" in forecast(settings, 20.0, 30.0)
+    assert [fix for text, fix in advice(settings, 20.0, 30.0, sets) if "evaluation" in text] == []
+
+
+def test_the_named_number_of_tasks_is_enough_for_several_sets() -> None:
+    task = Task("t", "env", [])
+    sets = {"": [task] * 900, "rare": [task] * 900}
+    ((_, fix),) = advice(settings_of(), 20.0, 30.0, sets)
+    assert "lower eval.tasks to 66, or" in fix
+    assert list(advice(settings_of(eval={"tasks": 66}), 20.0, 30.0, sets)) == []
+    many = settings_of(eval={"suites": {"all": {"tasks": 900}}})
+    assert [fix for _, fix in advice(many, 20.0, 30.0, sets)] == ["raise eval.deadline_s to 2250"]
 
 
 async def test_the_rate_is_measured_on_the_engines(tmp_path: Path) -> None:
