@@ -150,6 +150,29 @@ def test_an_example_brings_the_files_that_it_uses(
     load_agent(settings.agent.use, settings.agent.options)
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("service", ["doctor examples/service/config.toml", "train examples/service/config.toml"]),
+        ("words", ["python examples/words/demo.py"]),  # no model before it
+        ("notebook", []),  # a key and a client are needed, too
+        ("search", []),  # no model, no data
+    ],
+)
+def test_the_commands_after_an_example_are_complete(
+    name: str,
+    expected: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert main(["init", "mine", "--example", name]) == 0
+    said = [line.strip().removeprefix("tidegate ") for line in capsys.readouterr().out.splitlines()]
+    assert said[said.index(f"less examples/{name}/README.md") + 1 :] == expected
+
+
 @pytest.mark.parametrize("name", examples())
 def test_settings_of_each_example_find_their_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

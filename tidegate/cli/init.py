@@ -73,7 +73,6 @@ def _with_example(arguments: argparse.Namespace) -> int:
     example = f"examples/{arguments.example}"
     project = make_project(arguments.name, Path.cwd(), example=arguments.example)
     page = project / example / "README.md"
-    configs = sorted((project / example).glob("config*.toml"))
     print(
         f"Made {project.name}/{example}, with the files of the repository that it uses.\n\n"
         "Next:\n"
@@ -81,9 +80,22 @@ def _with_example(arguments: argparse.Namespace) -> int:
     )
     if page.is_file():
         print(f"  less {example}/README.md")
-    for config in configs[:1]:
-        print(f"  {program()} train {example}/{config.name}")
+    if (project / example / "demo.py").is_file():  # it starts what the settings alone do not
+        print(f"  {python()} {example}/demo.py")
+    elif (config := _complete(project, example)) is not None:
+        print(f"  {program()} doctor {config}\n  {program()} train {config}")
     return 0
+
+
+def _complete(project: Path, example: str) -> str | None:
+    """Returns the example's settings file with a model that is there and an agent that the run starts."""
+    from tidegate.config import load_settings
+
+    for config in sorted((project / example).glob("config*.toml")):
+        settings = load_settings(config)
+        if (project / settings.model.path).is_dir() and settings.agent.source == "local":
+            return f"{example}/{config.name}"
+    return None
 
 
 def _with_data(arguments: argparse.Namespace) -> int:
