@@ -24,6 +24,7 @@ from tidegate.sandbox.inside.archive import OverLimit
 from tidegate.sandbox.inside.frames import MAX_HEADER, FrameBuffer, encode_frame
 from tidegate.sandbox.limits import SandboxLimits
 from tidegate.sandbox.sandbox import CommandResult, Sandbox
+from tidegate.service.process import machine_load
 
 START = """import sys, types
 for name in ("tidegate", "tidegate.sandbox"):
@@ -103,7 +104,9 @@ class SupervisedSandbox(Sandbox):
             if not isinstance(error, SandboxError):
                 await asyncio.shield(self._process.end(CLOSE_S))
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"the sandbox does not start within {START_S:g} s") from None
+                raise SandboxError(
+                    f"the sandbox does not start within {START_S:g} s; {machine_load()}"
+                ) from None
             if isinstance(error, OSError):
                 raise SandboxError(f"the sandbox does not start: {error}") from error
             raise

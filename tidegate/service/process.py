@@ -62,6 +62,20 @@ class OwnedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
+    def not_ready(self, seconds: float) -> str:
+        """Returns a message on a start that takes too long, which tells a slow start from one that waits."""
+        used = f", {used_s:.0f} s of them on a CPU" if (used_s := self._cpu_s()) is not None else ""
+        return f"{self.title} was not ready after {seconds:g} s{used}; {machine_load()}; {self.last_log_line()}"
+
+    def _cpu_s(self) -> float | None:
+        """Returns the seconds of CPU time that the process has used; None without procfs."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(errors="replace")
+        except OSError:
+            return None
+        fields = stat.rpartition(")")[2].split()  # the name before may contain spaces
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
     async def _join(self, timeout_s: float) -> None:
         """Wait for the process to exit; kill it after `timeout_s`."""
         if self._process is None:
@@ -78,6 +92,13 @@ class OwnedProcess:
             return "see the log"
         lines = self.log.read_text(errors="replace").strip().splitlines() if self.log.exists() else []
         return f"{lines[-1].strip()} (log: {self.log})" if lines else f"no output (log: {self.log})"
+
+
+def machine_load() -> str:
+    """Returns a text with the load of this machine, and whether it explains a slow start."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    text = f"the machine's load is {load:.1f} on {cores} CPU core{'s' if cores > 1 else ''}"
+    return f"{text}: end other programs, or wait for them, and start again" if load > cores else text
 
 
 async def run_together(jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -139,8 +139,9 @@ class Service(OwnedProcess):
             if self._process.returncode is not None:
                 raise StartError(f"the {self.name} did not start: {self.last_log_line()}")
             if time.monotonic() > deadline:
+                late = self.not_ready(self.ready_s)
                 await self.stop()
-                raise StartError(f"the {self.name} was not ready after {self.ready_s:.0f} s; see {self.log}")
+                raise StartError(late)
             await asyncio.sleep(self.poll_s)
         return url
 

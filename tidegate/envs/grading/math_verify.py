@@ -26,6 +26,7 @@ from typing import Any
 from tidegate.errors import ConfigError, RewardError
 from tidegate.program import advise_extra
 from tidegate.service.parent_death import continue_at_parent_exit
+from tidegate.service.process import machine_load
 
 LIMIT_S = 10.0
 START_S = 60.0
@@ -107,7 +108,7 @@ class Verifier:
             ready = _read_line(process, START_S)  # sent after its imports
         except TimeoutError:
             self._end()
-            raise RewardError(f"math-verify was not ready after {START_S:g} s") from None
+            raise RewardError(f"math-verify was not ready after {START_S:g} s; {machine_load()}") from None
         if not ready:
             self._end()
             raise RewardError("math-verify could not be started; its process ended at once")

@@ -106,8 +106,9 @@ class WorkerProcess(OwnedProcess):
         try:
             about = await asyncio.wait_for(frames.read(reader), READY_S)
         except TimeoutError:
+            late = self.not_ready(READY_S)
             await self.kill()
-            raise StartError(f"{self.title} did not load its environment within {READY_S:g} s") from None
+            raise StartError(f"{late}; it loads its environment first") from None
         except BaseException:  # nobody else would end it
             self._kill_group()
             self._writer.close()

@@ -67,7 +67,7 @@ class LocalRankProcess(OwnedProcess):
         try:
             line = await asyncio.wait_for(process.stdout.readline(), READY_S)
         except TimeoutError:
-            raise StartError(f"trainer rank {self.rank} was not ready after {READY_S:g} s") from None
+            raise StartError(self.not_ready(READY_S)) from None
         if line != READY:
             raise StartError(await self.wait_for_exit())
 
