@@ -139,14 +139,10 @@ class EngineControl:
             info = await self.call("/model_info")
             if not info.get("staged"):
                 await self.pause()
-            try:
-                await self.call("/update_weights_from_disk", body, size)
-                await self.verify(version)
-            except EngineError:
-                await self.try_resume()
-                raise
+            await self.call("/update_weights_from_disk", body, size)
+            await self.verify(version)
             await self.resume()
-        except asyncio.CancelledError:  # the engine may be paused, although there was no reply yet
+        except (EngineError, asyncio.CancelledError):  # it may be paused, although there was no reply yet
             await self.try_resume()
             raise
 

@@ -326,6 +326,17 @@ async def test_a_cancelled_load_leaves_no_engine_paused(engines: list[ControlEng
     assert engine.calls[calls:] == ["continue_generation"]
 
 
+@pytest.mark.parametrize("failing", ["model_info", "pause_generation", "continue_generation"])
+async def test_a_failed_load_leaves_no_engine_paused(engines: list[ControlEngine], failing: str) -> None:
+    """A trainer before it may have paused the engine, and a pause may take effect though its reply is lost."""
+    engines[0].broken[failing] = [500]
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(EngineError, match=failing):
+            await EngineControl(engines[0].url, http).load(Path("weights"), 1)
+    assert engines[0].calls[-1] == "continue_generation"
+    assert engines[0].calls.count("continue_generation") == (2 if failing == "continue_generation" else 1)
+
+
 async def test_an_engine_that_reads_weights_while_requests_run_is_not_paused(
     engines: list[ControlEngine],
 ) -> None:
