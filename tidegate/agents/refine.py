@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tidegate.errors import ConfigError, InfrastructureError
+from tidegate.service.http_client import RedirectError, describe_failure, refuse_redirect
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -68,7 +69,7 @@ class Refiner:
         attempts: int = 3,
         api_key_env: str | None = None,
     ) -> None:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         if isinstance(urls, str) or not urls:
             raise ConfigError("refine service: urls must be a list of at least one endpoint")
@@ -76,7 +77,16 @@ class Refiner:
         if not key:
             raise ConfigError(f"refine service: api_key_env = {api_key_env!r}, but that variable is not set")
         self.endpoints = [
-            RefinerEndpoint(url, AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=timeout_s))
+            RefinerEndpoint(
+                url,
+                AsyncOpenAI(
+                    base_url=url,
+                    api_key=key,
+                    max_retries=0,
+                    timeout=timeout_s,
+                    http_client=DefaultAsyncHttpxClient(event_hooks={"response": [refuse_redirect]}),
+                ),
+            )
             for url in urls
         ]
         self._model = model
@@ -125,8 +135,8 @@ class Refiner:
                 )
         except TimeoutError:
             raise InfrastructureError(f"{endpoint.url} took longer than {self._timeout_s:g} s") from None
-        except OpenAIError as error:
-            raise InfrastructureError(f"{endpoint.url}: {type(error).__name__}: {error}") from error
+        except (OpenAIError, RedirectError) as error:
+            raise InfrastructureError(f"{endpoint.url}: {describe_failure(error)}") from error
         finally:
             endpoint.in_flight -= 1
         text = _without_reasoning((reply.choices[0].message.content if reply.choices else None) or "")

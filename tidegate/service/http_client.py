@@ -22,16 +22,33 @@ def unredirected() -> list[aiohttp.TraceConfig]:
     """
 
     async def refuse(_session: Any, _context: Any, redirect: aiohttp.TraceRequestRedirectParams) -> None:
-        place = redirect.response.headers.get("Location", "no address")[:300]
+        place = redirect.response.headers.get("Location", "no address")
         redirect.response.close()
-        raise RedirectError(
-            f"{redirect.method} {redirect.url} was redirected to {place}, which is not followed: if the "
-            "server has moved, give its new address"
-        )
+        raise _redirected(redirect.method, redirect.url, place)
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse)
     return [trace]
+
+
+async def refuse_redirect(response: Any) -> None:
+    """Raises RedirectError for a redirect: a response hook of clients of httpx, such as those of SDKs."""
+    if response.has_redirect_location:
+        request = response.request
+        raise _redirected(request.method, request.url, response.headers["Location"])
+
+
+def describe_failure(error: BaseException) -> str:
+    """Returns type and text of an SDK's error, or of the refused redirect that some versions of it hide."""
+    cause = error.__cause__ if isinstance(error.__cause__, RedirectError) else error
+    return f"{type(error).__name__}: {cause}"
+
+
+def _redirected(method: str, url: object, place: str) -> RedirectError:
+    return RedirectError(
+        f"{method} {url} was redirected to {place[:300]}, which is not followed: if the server has moved, "
+        "give its new address"
+    )
 
 
 class HttpClient:

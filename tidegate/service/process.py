@@ -65,7 +65,9 @@ class OwnedProcess:
     def not_ready(self, seconds: float) -> str:
         """Returns a message on a start that takes too long, which tells a slow start from one that waits."""
         used = f", {used_s:.0f} s of them on a CPU" if (used_s := self._cpu_s()) is not None else ""
-        return f"{self.title} was not ready after {seconds:g} s{used}; {machine_load()}; {self.last_log_line()}"
+        return (
+            f"{self.title} was not ready after {seconds:g} s{used}; {machine_load()}; {self.last_log_line()}"
+        )
 
     def _cpu_s(self) -> float | None:
         """Returns the seconds of CPU time that the process has used; None without procfs."""

@@ -1,4 +1,4 @@
-"""Clients of judges, environments and retrieval, whose server redirects them to an address inside."""
+"""Clients of models, tools, environments and retrieval, whose server redirects them to an address inside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from aiohttp import web
 
 from tests.http_app import served_app
+from tidegate.agents.refine import Refiner
+from tidegate.envs.adapters.mcp import McpConnection, McpServerError
 from tidegate.envs.adapters.openenv import OpenEnvError, RemoteGame
 from tidegate.envs.base import load_environment
+from tidegate.envs.customer_service.database import Database
+from tidegate.envs.customer_service.model_user import ModelUser
+from tidegate.envs.customer_service.scenario import UserScenario
 from tidegate.envs.judge.judge import RewardJudge
-from tidegate.errors import ConfigError, RetrievalUnavailable, RewardUnavailableError
+from tidegate.errors import ConfigError, InfrastructureError, RetrievalUnavailable, RewardUnavailableError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import EnvironmentClient
 from tidegate.rag.client import SearchClient
@@ -85,3 +90,21 @@ async def test_an_openenv_server_is_not_followed(site: Site) -> None:
         await asyncio.to_thread(load_environment, f"openenv:{site.outside}", {})
     with pytest.raises(OpenEnvError, match=site.names("ws")):
         await RemoteGame.connect(site.outside)
+
+
+async def test_a_refinement_model_is_not_followed(site: Site) -> None:
+    refiner = Refiner([site.outside], "m", attempts=2)
+    with pytest.raises(InfrastructureError, match=site.names("chat/completions")):
+        await refiner.refine("who?", "who", "results")
+    assert site.redirected == 2
+
+
+async def test_the_model_of_a_simulated_user_is_not_followed(site: Site) -> None:
+    user = ModelUser(site.outside, "m", attempts=1)
+    with pytest.raises(InfrastructureError, match=site.names("chat/completions")):
+        await user.answer(UserScenario(Database({}, {}, {}), "", "", (), False, False, False), [])
+
+
+async def test_an_mcp_server_is_not_followed(site: Site) -> None:
+    with pytest.raises(McpServerError, match=site.names("mcp")):
+        await McpConnection(f"{site.outside}/mcp", None).open()

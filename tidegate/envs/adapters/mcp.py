@@ -20,6 +20,7 @@ from tidegate.envs.base import Environment, load_environment
 from tidegate.envs.tools import NAME, Tool, ToolError
 from tidegate.errors import ConfigError, TidegateError
 from tidegate.loading import did_you_mean
+from tidegate.service.http_client import refuse_redirect
 from tidegate.types import Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -84,9 +85,9 @@ class McpConnection:
             http = require("mcp.client.streamable_http")
             key = os.environ.get(self.token_env or "")
             headers = {"Authorization": f"Bearer {key}"} if key else None
-            return http.streamable_http_client(
-                self.server, http_client=http.create_mcp_http_client(headers=headers)
-            )
+            client = http.create_mcp_http_client(headers=headers)
+            client.event_hooks = {"response": [refuse_redirect]}
+            return http.streamable_http_client(self.server, http_client=client)
         stdio = require("mcp.client.stdio")
         command, *arguments = shlex.split(self.server)
         return stdio.stdio_client(stdio.StdioServerParameters(command=command, args=arguments))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tidegate.envs.customer_service.scenario import UserScenario, Wish
 from tidegate.errors import ConfigError, InfrastructureError
+from tidegate.service.http_client import RedirectError, describe_failure, refuse_redirect
 from tidegate.types import Message
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ class ModelUser:
                     temperature=self._temperature,
                     max_tokens=self._max_tokens,
                 )
-            except OpenAIError as error:
-                failures.append(f"{type(error).__name__}: {error}")
+            except (OpenAIError, RedirectError) as error:
+                failures.append(describe_failure(error))
                 continue
             text = (reply.choices[0].message.content if reply.choices else None) or ""
             said = text.split(END)[0].strip()
@@ -124,13 +125,14 @@ class ModelUser:
         )
 
     def _client(self) -> AsyncOpenAI:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             self._clients[loop] = AsyncOpenAI(
-                base_url=self._url, api_key=self._key, timeout=self._timeout_s, max_retries=0
-            )
+                base_url=self._url, api_key=self._key, timeout=self._timeout_s, max_retries=0,
+                http_client=DefaultAsyncHttpxClient(event_hooks={"response": [refuse_redirect]}),
+            )  # fmt: skip
         return self._clients[loop]
 
 
