@@ -328,7 +328,7 @@ async def test_a_cancelled_load_leaves_no_engine_paused(engines: list[ControlEng
 
 @pytest.mark.parametrize("failing", ["model_info", "pause_generation", "continue_generation"])
 async def test_a_failed_load_leaves_no_engine_paused(engines: list[ControlEngine], failing: str) -> None:
-    """A trainer before it may have paused the engine, and a pause may take effect though its reply is lost."""
+    """An earlier trainer may have paused it; and a pause may take effect though its reply is lost."""
     engines[0].broken[failing] = [500]
     async with aiohttp.ClientSession() as http:
         with pytest.raises(EngineError, match=failing):
