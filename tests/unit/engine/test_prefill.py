@@ -106,3 +106,13 @@ def test_a_prompt_of_one_token_needs_no_prefill(scheduler: Scheduler, decoder: R
     drain(scheduler, one)
     assert decoder.prefills == []
     assert one.output_ids == expected_output(one)
+
+
+def test_the_prompt_of_a_group_is_computed_once(decoder: Remembering) -> None:
+    scheduler = Scheduler(decoder, max_slots=8, version="0", prefix_bytes=10_000, deliver=lambda _: None)
+    group = [generation([*range(37)], 5) for _ in range(8)]
+    submit(scheduler, *group)
+    drain(scheduler, *group)
+    assert [one.output_ids for one in group] == [expected_output(one) for one in group]
+    assert (scheduler.counters.tokens_prefilled, scheduler.counters.tokens_reused) == (36, 7 * 36)
+    assert len(decoder.prefills) == 1

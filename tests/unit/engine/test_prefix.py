@@ -70,6 +70,24 @@ def test_a_continuation_supersedes_what_it_continues() -> None:
     assert find(store, FIRST) == (32, "b")
 
 
+def test_an_equal_prompt_is_found_whole() -> None:
+    store = PrefixStore(1000)
+    store.add(FIRST, BlockHashes().with_rest(FIRST), Snap("a"))
+    for tokens, found in ((FIRST, 40), (FIRST[:-1], 32), ([*FIRST[:-1], 999], 32), ([*FIRST, 999], 32)):
+        assert store.find(tokens, BlockHashes().with_rest(tokens))[0] == found
+    assert BlockHashes().with_rest(FIRST[:32]) == hashes(FIRST[:32])
+
+
+def test_a_prompt_that_is_continued_goes_before_older_ones() -> None:
+    store = PrefixStore(20)
+    add(store, [999, *FIRST], Snap("older"))
+    store.add(FIRST, BlockHashes().with_rest(FIRST), Snap("prompt"))
+    add(store, [*FIRST, *range(30)], Snap("continued"))
+    assert (len(store), store.used_bytes) == (2, 20)
+    assert find(store, [999, *FIRST]) == (32, "older")
+    assert find(store, FIRST) == (32, "continued")
+
+
 def test_the_least_recently_used_goes_first() -> None:
     store = PrefixStore(30)
     others = {name: [ord(name), *FIRST] for name in "abcd"}

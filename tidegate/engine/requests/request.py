@@ -57,6 +57,12 @@ class BlockHashes:
             hashes.append(hash((hashes[-1] if hashes else 0, *tokens[start : start + BLOCK])))
         return hashes[: len(tokens) // BLOCK]
 
+    def with_rest(self, tokens: Sequence[int]) -> list[int]:
+        """Returns `for_tokens`, and one more hash if tokens are left after the last whole block."""
+        hashes = self.for_tokens(tokens)
+        rest = tokens[len(hashes) * BLOCK :]
+        return [*hashes, hash((hashes[-1] if hashes else 0, len(rest), *rest))] if rest else hashes
+
 
 @dataclass(slots=True, eq=False)
 class Generation:

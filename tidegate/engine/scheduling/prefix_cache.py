@@ -2,7 +2,8 @@
 
 A turn's prompt begins with the previous turn, and the sessions of a group begin with the same prompt: their
 shared prefix is computed once. Sequences are matched by hashes of whole blocks of tokens (as in vLLM) and
-then token by token, so that a hash collision is only a miss.
+then token by token, so that a hash collision is only a miss. A prompt has a hash of all its tokens, too: the
+other requests of its group find all of it.
 
 All entries belong to one version of the weights; the scheduler clears the cache when the weights change.
 """
@@ -26,6 +27,8 @@ class Snapshot(Protocol):
 class _CachedPrefix:
     tokens: list[int]
     snapshot: Snapshot
+    rest: int | None
+    """The hash of all its tokens, if they end within a block."""
     blocks: set[int] = field(default_factory=set)
     """The block hashes whose index entry this is."""
 
@@ -43,10 +46,10 @@ class PrefixStore:
         return len(self._entries)
 
     def find(self, tokens: Sequence[int], hashes: Sequence[int]) -> tuple[int, Snapshot | None]:
-        """Returns the number of cached leading tokens (a multiple of BLOCK) and their snapshot."""
+        """Returns the number of cached leading tokens (all, or a multiple of BLOCK) and their snapshot."""
         for blocks in range(len(hashes), 0, -1):
             entry = self._index.get(hashes[blocks - 1])
-            length = blocks * BLOCK
+            length = min(blocks * BLOCK, len(tokens))
             if entry is not None and entry.tokens[:length] == tokens[:length]:
                 self._entries.move_to_end(id(entry))
                 return length, entry.snapshot
@@ -59,7 +62,8 @@ class PrefixStore:
         """Adds a sequence and removes entries that are prefixes of it."""
         if snapshot.nbytes > self.max_bytes:
             return
-        entry = _CachedPrefix(list(tokens[: len(hashes) * BLOCK]), snapshot)
+        covered = len(hashes) * BLOCK
+        entry = _CachedPrefix(list(tokens[:covered]), snapshot, hashes[-1] if covered > len(tokens) else None)
         self._entries[id(entry)] = entry
         self.used_bytes += snapshot.nbytes
         for block_hash in hashes:
@@ -68,6 +72,8 @@ class PrefixStore:
                 former.blocks.discard(block_hash)
                 if not former.blocks:
                     self._remove(former)
+                elif former.blocks == {former.rest}:  # only an equal prompt finds it: the first to go
+                    self._entries.move_to_end(id(former), last=False)
             self._index[block_hash] = entry
             entry.blocks.add(block_hash)
         while self.used_bytes > self.max_bytes:

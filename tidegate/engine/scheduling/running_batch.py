@@ -157,7 +157,8 @@ class RunningBatch:
             elif not all(map(math.isfinite, generation.prompt_logprobs)):
                 self.discard_values(row)
                 continue
-            self._cache_prefix(row, generation)
+            past = generation.past
+            self._cache_prefix(row, generation, past, generation.block_hashes.with_rest(past))
         return list(batch)
 
     def _prefill(
@@ -185,7 +186,7 @@ class RunningBatch:
                 [],
             )  # a part of them may be of other weights
         reusable = generation.reusable
-        length, snapshot = self.prefixes.find(reusable, self._hashes(generation, reusable))
+        length, snapshot = self.prefixes.find(reusable, generation.block_hashes.with_rest(reusable))
         cached = 0
         if snapshot is not None:
             with self._emptied_on_failure():
@@ -203,17 +204,19 @@ class RunningBatch:
         return ids, logprobs
 
     def cache_prefix(self, row: int) -> None:
-        self._cache_prefix(row, self.slots.owners[row])
-
-    def _cache_prefix(self, row: int, generation: Generation) -> None:
-        if self.prefixes.max_bytes == 0 or generation.kv_version is not None:
-            return
+        """Caches the whole blocks of a sequence, with which the session's next prompt begins."""
+        generation = self.slots.owners[row]
         past = generation.past
-        hashes = generation.block_hashes.for_tokens(past)
-        if self.prefixes.holds(hashes):
+        self._cache_prefix(row, generation, past, generation.block_hashes.for_tokens(past))
+
+    def _cache_prefix(
+        self, row: int, generation: Generation, past: Sequence[int], hashes: Sequence[int]
+    ) -> None:
+        if self.prefixes.max_bytes == 0 or generation.kv_version is not None or self.prefixes.holds(hashes):
             return
         with self._emptied_on_failure():  # the request has its row already, and needs no copy
-            self.prefixes.add(past, hashes, self.model.cache.snapshot(row, len(hashes) * BLOCK))
+            length = min(len(hashes) * BLOCK, len(past))
+            self.prefixes.add(past, hashes, self.model.cache.snapshot(row, length))
 
     @contextlib.contextmanager
     def _emptied_on_failure(self) -> Iterator[None]:
@@ -254,16 +257,10 @@ class RunningBatch:
     def _uncached(self, generation: Generation) -> tuple[int, int | None]:
         """Returns the number of tokens to prefill and the hash of their first block that can be shared."""
         reusable = generation.reusable
-        hashes = self._hashes(generation, reusable)
+        hashes = generation.block_hashes.with_rest(reusable)
         length, _ = self.prefixes.find(reusable, hashes)
-        blocks = length // BLOCK
-        share = self.prefixes.max_bytes > 0 and blocks < len(hashes)
-        return len(generation.past) - length, hashes[blocks] if share else None
-
-    @staticmethod
-    def _hashes(generation: Generation, tokens: Sequence[int]) -> list[int]:
-        """Returns the hashes of the whole blocks of `tokens`, which are the first of the request's."""
-        return generation.block_hashes.for_tokens(generation.past)[: len(tokens) // BLOCK]
+        share = self.prefixes.max_bytes > 0 and length < len(reusable)
+        return len(generation.past) - length, hashes[length // BLOCK] if share else None
 
 
 def _targets(partial: _PartialPrefill, chunk: Sequence[int]) -> list[int]:
