@@ -136,6 +136,7 @@ ALLOWED = {
 }
 TORCH = {
     "weights/float_logits",
+    "weights/onednn",
     "weights/gguf",
     "weights/process_group",
     "devices",

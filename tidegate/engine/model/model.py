@@ -32,6 +32,7 @@ from tidegate.weights import checksum
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import stored_parameters
 from tidegate.weights.float_logits import use_float_logits
+from tidegate.weights.onednn import use_onednn
 
 PROBE_LENGTHS = (7, 3, 5)
 SCORED_LOGITS = 2**26
@@ -53,6 +54,7 @@ class Model:
         self.eos_ids = _eos_ids(hf_model)
         if self.device.type == "cuda":
             use_float_logits(hf_model)
+        use_onednn(hf_model)
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)

@@ -32,6 +32,7 @@ from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.types import Logprobs
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.float_logits import float_logits, is_plain
+from tidegate.weights.onednn import use_onednn
 
 LOGITS_AT_ONCE = 2**26
 """Largest number of logits kept for the backward pass. More are computed in pieces and recomputed in the
@@ -89,6 +90,8 @@ class Forward:
         self._ranks = ranks
         if settings.device != "cpu":
             use_repeated_heads(model)
+        if ranks.count == 1 and settings.pass_dtype == "float32":
+            use_onednn(model)
         self._autocast, self._dtype = False, torch.float32
         self._compute: Compute = self._compute_logprobs
         self._backbone, self._head = _split(model, self.device)
