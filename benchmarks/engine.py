@@ -176,13 +176,13 @@ def engine_decode(model: Model, asks: Sequence[Ask]) -> float:
 
 
 @contextlib.contextmanager
-def serving(model: Path, prefix_mb: int) -> Iterator[str]:
+def serving(model: Path, prefix_mb: int, slots: int = SLOTS, context: int = CONTEXT) -> Iterator[str]:
     """The URL of a `tidegate engine` process."""
     with tempfile.TemporaryDirectory() as directory:
         announce = Path(directory) / "engine.json"
         process = subprocess.Popen(
             [sys.executable, "-m", "tidegate", "engine", "--model.path", str(model), "--port", "0", "--owned",
-             f"--engine.max_slots={SLOTS}", f"--engine.max_context={CONTEXT}",
+             f"--engine.max_slots={slots}", f"--engine.max_context={context}",
              f"--engine.prefix_cache_mb={prefix_mb}", "--announce", str(announce)],
             stdin=subprocess.PIPE,
         )  # fmt: skip
