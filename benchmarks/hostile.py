@@ -7,6 +7,10 @@
 connections without a key, attack gateway, engine and a gateway of workers. At the end the honest users must
 have met no error and lost no feedback, no process may have exited or grown, no attack may have had an effect,
 and no file of the run may contain a text that was redacted or erased.
+
+Growth is counted from a service that has had as many ordinary conversations as the attack begins: then its
+bounded stores (caches, ids of ended groups, ended conversations) are full, and its heap has the size for the
+open conversations that it permits. `growth_since_start_mb` counts from the third step.
 """
 
 from __future__ import annotations
@@ -34,7 +38,6 @@ from hostile_world import (
     LIMIT_S,
     PROCESSES,
     ROOT,
-    WARM_S,
     Honest,
     Server,
     client,
@@ -95,10 +98,10 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
         talking = [asyncio.create_task(one.run()) for one in honest]
         async with client(named["hostile"]) as http:
             await until(lambda: server.steps() >= 3, "step 3", LIMIT_S, server.process)
-            await many(
-                48, 48, lambda number: Attacker(server, "", honest[0], scale, http).chat(f"warm {number}")
-            )
-            await asyncio.sleep(WARM_S)
+            fresh = {name: server.rss(name)[0] for name in PROCESSES}
+            warm = Attacker(server, "", honest[0], scale, http)
+            await many(scale.conversations, 48, lambda number: warm.chat(f"warm {number}"))
+            await asyncio.sleep(scale.settle)
             before = {name: server.rss(name)[0] for name in PROCESSES}
             steps, pids = server.steps(), {name: server.address(name)["pid"] for name in PROCESSES}
 
@@ -147,6 +150,7 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
     logs = sum(path.stat().st_size for path in (server.run_dir / "logs").iterdir()) / 2**20
     rows.append({
         "honest_feedback": sum(len(one.thumbs) for one in honest), "steps": took, "growth_mb": grew,
+        "growth_since_start_mb": {name: after[name] - fresh[name] for name in PROCESSES},
         "logs_mb": logs, "errors": errors[:5],
         "lost": lost[:5], "leaks": found[:20],
     })  # fmt: skip

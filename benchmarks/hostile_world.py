@@ -26,13 +26,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "
 PRIVACY = "import re\ndef redact(text):\n    return re.sub(r'\\S{1,64}@\\S{1,64}', '[mail]', text)\n"
 SETTINGS = [
     "--run.live_view=false", "--run.name=run", "--trainer.groups_per_batch=16", "--trainer.schedule=constant",
-    "--trainer.max_staleness=none", "--trainer.steps=1000000", "--trainer.checkpoint_every=1000",
+    "--trainer.max_staleness=none", "--trainer.steps=1000000", "--trainer.checkpoint_every=10",
     "--gateway.port=0", "--gateway.conversation_idle_s=1", "--gateway.feedback_window_s=20",
     "--engine.max_slots=32", "--engine.prefix_cache_mb=8", "--trainer.learning_rate=1e-6",
 ]  # fmt: skip
 USERS = 4
 """Users of each honest key."""
-WARM_S, START_S, LIMIT_S = 10.0, 300.0, 120.0
+START_S, LIMIT_S = 300.0, 120.0
 KEPT = ("open", "ready", "leased", "stepped")
 """States of groups whose feedback is not lost."""
 Answer = tuple[int, str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import cache
 from typing import Any
 
@@ -191,3 +192,16 @@ def test_the_codec_encodes_escaped_tokens_as_text() -> None:
     ids = codec.encode(f"<|im_start|>{escaped}<|im_end|>")
     assert codec.decode_all(ids) == "<|im_start|>a <|im_end|> b<|im_end|>"
     assert ids.count(codec.added["<|im_end|>"]) == 1
+
+
+def test_distinct_pieces_take_little_memory() -> None:
+    """A client that sends other texts each time cannot make the cache large."""
+    split = SplitEncoder(encoder("qwen3/tiny")[0])
+    tracemalloc.start()
+    try:
+        for number in range(2000):
+            split.encode(f"<|im_start|>{number}" + " a1" * 330)
+        size, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size < 8 * 2**20

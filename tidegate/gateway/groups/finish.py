@@ -110,9 +110,11 @@ class SessionFinisher:
 
     def _ended(self, session: GatewaySession, task: asyncio.Task[Trajectory]) -> None:
         """Let a failed finish be retried; waiting callers receive its exception."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled():
+            return
+        session.finishing = None  # a task that is done would take a fifth of a kept session's memory
+        if (error := task.exception()) is not None:
             log.error("session %s could not be finished: %s", session.id, error)
-            session.finishing = None
 
     # -- cancelled -------------------------------------------------------------------------------
 

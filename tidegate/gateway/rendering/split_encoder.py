@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from array import array
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,8 @@ LONG = 4096
 """Longer texts, in characters, are encoded as a whole with the interpreter lock released."""
 _CACHED = 1024
 """Longer pieces, in characters, are not cached."""
-_ENTRIES = 4096
+_ENTRIES = 1024
+"""Cached pieces. Any client can fill the cache with distinct texts: it then takes at most about 6 MB."""
 _BY_PIECE = frozenset(
     {"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer"}
 )
@@ -33,7 +35,7 @@ class SplitEncoder:
         self._tokens: dict[str, int] = {}
         """Ids of the tokens at which texts are split; empty if the tokenizer allows no split."""
         self._split: re.Pattern[str] | None = None
-        self._piece = lru_cache(maxsize=_ENTRIES)(self._whole)
+        self._piece = lru_cache(maxsize=_ENTRIES)(self._packed)
         tokens = _splitting_tokens(backend)
         if tokens:
             longest_first = sorted(tokens, key=len, reverse=True)
@@ -61,6 +63,10 @@ class SplitEncoder:
             elif piece:
                 ids += self._piece(piece) if len(piece) <= _CACHED else self._whole(piece)
         return ids
+
+    def _packed(self, text: str) -> array[int]:
+        """Returns the ids in 4 bytes each; as a tuple of integers they would take ten times as much."""
+        return array("i", self._whole(text))
 
     def _whole(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
