@@ -15,6 +15,7 @@ from tests.tiny import make_tiny_model
 from tidegate.trainer.checkpoint.huggingface import write_model
 from tidegate.weights import checksum
 from tidegate.weights.process_group import checksum as of_tensors
+from tidegate.weights.process_group import sums_of_words
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
 
@@ -35,6 +36,8 @@ def test_tensors_and_the_file_that_they_are_written_to_have_the_same(
     directory = tmp_path_factory.mktemp("files")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     assert of_tensors(reversed(tensors.items())) == checksum.of_files(directory)
+    on_device = [checksum.of_words(name, sum(sums_of_words(one).tolist())) for name, one in tensors.items()]
+    assert sum(on_device) % checksum.MODULUS == checksum.of_files(directory)
 
 
 def test_a_checksum_is_of_the_bytes_whatever_a_tensors_place_in_memory() -> None:
@@ -90,3 +93,10 @@ def test_what_is_missing_exchanged_or_unreadable_is_a_fault(written: Path) -> No
     assert checksum.find_damage(written) is None, "what others wrote has none"
     (written / checksum.FILE).write_text(kept)
     assert checksum.find_damage(written) is None
+
+
+def test_words_are_summed_on_a_device_as_on_the_host() -> None:
+    large = torch.full((9,), torch.iinfo(torch.int64).max)  # the sum wraps
+    for tensor in (large, large[:-1].view(torch.uint8)[3:], torch.arange(-7, 8, dtype=torch.int8)):
+        expected = of_tensors([("a", tensor)])
+        assert checksum.of_words("a", sum(sums_of_words(tensor).tolist())) == expected

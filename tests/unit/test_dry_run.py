@@ -23,7 +23,9 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
 from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.lora import Adapter
+from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import WeightsError
 
@@ -115,6 +117,9 @@ def test_the_activations_are_what_pytorch_keeps(dtype: str, on_gpu: bool) -> Non
     model = AutoModelForCausalLM.from_pretrained(BASE)
     if on_gpu:
         use_repeated_heads(model)  # as on a GPU
+    short = dtype == "bfloat16"
+    if on_gpu and short:
+        model = WorkingCopy(model, decoder_layers, torch.bfloat16).model
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     shapes = {one.shape for one in model.parameters()}
     shapes |= {shape[::-1] for shape in shapes}
@@ -127,7 +132,7 @@ def test_the_activations_are_what_pytorch_keeps(dtype: str, on_gpu: bool) -> Non
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=short and not on_gpu):
         hidden = model.model(input_ids=torch.randint(0, 500, (4, 128))).last_hidden_state
     assert hidden.requires_grad
     assert read_shape(BASE).activation_bytes(4 * 128, dtype, on_gpu=on_gpu) == pytest.approx(
@@ -145,7 +150,7 @@ def test_repeated_heads_are_planned_on_a_gpu_in_float32(tmp_path: Path) -> None:
 
     repeated = 1000 * shape.layers * 2 * shape.heads * shape.head_dim * FLOAT32
     assert activations("cuda", "float32") == activations("cpu", "float32") + repeated
-    assert activations("cuda", "bfloat16") == activations("cpu", "bfloat16")
+    assert activations("cuda", "bfloat16") < activations("cuda", "float32")
 
 
 def test_layers_that_are_computed_again_keep_their_inputs_and_one_layer(tmp_path: Path) -> None:
@@ -191,7 +196,9 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
 
     alone, two, gpus = plan(), plan(ranks=2), plan(ranks=2, device="cuda")
     assert two["weights"] == alone["weights"] == 2 * gpus["weights"]
-    assert two["activations"] == 2 * alone["activations"] == 2 * gpus["activations"]
+    assert two["activations"] == 2 * alone["activations"]
+    kept = shape.activation_bytes(8192, "bfloat16", on_gpu=True)
+    assert gpus["activations"] == kept + shape.gathered_bytes("bfloat16"), "layers are gathered one by one"
     settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
     assert "the run's process and 2 more ranks, on cuda" in describe(settings)
     assert "each of 3 GPUs" in describe(settings)

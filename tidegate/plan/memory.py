@@ -4,22 +4,23 @@ With P parameters, L layers, h hidden, i intermediate, H and K attention and key
 of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 
 - weights: P · b. The trainer holds float32, the engine its `dtype`.
-- gradients: 4 · P; AdamW's two moments: 8 · P, both float32. With LoRA of rank r these are of r · (in + out)
-  parameters per linear layer instead of P, which are added to the weights. Activations are estimated as
-  without LoRA, which is an upper bound.
+- gradients: 4 · P; AdamW's two moments: 8 · P, both float32. With LoRA of rank r these are of r · (in +
+  out) parameters per linear layer instead of P, which are added to the weights. Activations are estimated
+  as without LoRA, which is an upper bound.
 - key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this on demand.
 - prefixes: keys and values of earlier sequences, kept up to the engine's bound.
-- activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with
-  a gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
+- activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with a
+  gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
   values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
-  shared. Computed in bfloat16, norms and residuals stay in float32: 0.7 of that, counted likewise, and
-  2 · P for the weights in that type. In float32 on a GPU 2Hd more, if H > K: keys and values are repeated
-  for each query head, as torch's kernels take grouped heads in bfloat16 only. No kernel in use keeps the
-  matrix of scores. In a layer with experts, 4e + 2h for each expert that computes the token, with its
-  intermediate size e, in place of 4i. With activation checkpointing h a token and layer is kept, besides
-  one whole layer.
+  shared. In bfloat16 by autocast, norms and residuals stay in float32: 0.7 of that, counted likewise. On a
+  GPU whole layers are in bfloat16, except inside norms: in bytes 16h + 14Hd + 14Kd + 8i. Either way 2 · P
+  is added for the weights in that type. In float32 on a GPU 2Hd more, if H > K: keys and values are
+  repeated for each query head, as torch's kernels take grouped heads in bfloat16 only. No kernel in use
+  keeps the matrix of scores. In a layer with experts, 4e + 2h for each expert that computes the token,
+  with its intermediate size e, in place of 4i. With activation checkpointing h a token and layer is kept,
+  besides one whole layer.
 - logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
-  gradient), in float32.
+  gradient) in float32; on a GPU 2^28, twice.
 
 PyTorch itself needs about 0.3 GB of host memory per process and 0.5 GB per GPU in addition.
 """
@@ -41,7 +42,7 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_BFLOAT16 = 0.7
 """Size of activations computed in bfloat16, relative to float32."""
-LOGITS_AT_ONCE = 2**26
+LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28
 """Maximum logits computed at once, as in the trainer."""
 
 # From the config.json that Qwen publishes with each, so that a plan can be made before a download.
@@ -135,13 +136,23 @@ class Shape:
         layer += int(4 * self.intermediate * (1 - sparse) + experts * sparse)
         if on_gpu and dtype == "float32" and self.heads > self.kv_heads:
             layer += 2 * query  # keys and values repeated for each query head
-        share = IN_BFLOAT16 if dtype == "bfloat16" else 1.0
-        if recomputed:
-            return int(tokens * (self.layers * self.hidden + share * layer) * FLOAT32)
-        return int(tokens * self.layers * share * layer * FLOAT32)
+        size, inputs = layer * FLOAT32, self.hidden * FLOAT32
+        if dtype == "bfloat16" and on_gpu:
+            mlp = int(8 * self.intermediate * (1 - sparse) + 2 * experts * sparse)
+            size, inputs = 16 * self.hidden + 14 * query + 14 * key + mlp, 2 * self.hidden
+        elif dtype == "bfloat16":
+            size = int(IN_BFLOAT16 * size)
+        return tokens * (self.layers * inputs + size if recomputed else self.layers * size)
 
-    def logit_bytes(self, tokens: int) -> int:
-        return 3 * min(tokens * self.vocab, LOGITS_AT_ONCE) * FLOAT32
+    def gathered_bytes(self, dtype: str) -> int:
+        """Returns the bytes of what several ranks gather at a time: embedding and head in float32 with their
+        gradients, and two layers."""
+        ends = self.vocab * self.hidden * (1 if self.tied else 2)
+        return 2 * FLOAT32 * ends + 2 * BYTES[dtype] * (self.parameters - ends) // self.layers
+
+    def logit_bytes(self, tokens: int, *, on_gpu: bool = False) -> int:
+        most, copies = (LOGITS_AT_ONCE_ON_GPU, 2) if on_gpu else (LOGITS_AT_ONCE, 3)
+        return copies * min(tokens * self.vocab, most) * FLOAT32
 
 
 def read_shape(model: Path) -> Shape:
@@ -321,20 +332,19 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
         per_parameter("optimiser", trained, 2 * FLOAT32, " (AdamW)"),
         _activations(trainer, shape, device, passes, each),
         Item(
-            device, "trainer", "logits",
-            f"estimate, {min(tokens * shape.vocab, LOGITS_AT_ONCE):,} × 4 B × 3{each}",
-            passes * shape.logit_bytes(tokens),
+            device, "trainer", "logits", f"estimate for {tokens:,} tokens per microbatch{each}",
+            passes * shape.logit_bytes(tokens, on_gpu=trainer.device != "cpu"),
         ),
     ]  # fmt: skip
 
 
 def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: int, each: str) -> Item:
-    tokens, dtype = trainer.microbatch_tokens, trainer.pass_dtype
-    size = shape.activation_bytes(
-        tokens, dtype, recomputed=trainer.activation_checkpointing, on_gpu=trainer.device != "cpu"
-    )
+    tokens, dtype, on_gpu = trainer.microbatch_tokens, trainer.pass_dtype, trainer.device != "cpu"
+    size = shape.activation_bytes(tokens, dtype, recomputed=trainer.activation_checkpointing, on_gpu=on_gpu)
     how = f"estimate for {tokens:,} tokens per microbatch"
-    if dtype == "bfloat16":
+    if on_gpu and trainer.ranks > 1:
+        size, how = size + shape.gathered_bytes(dtype), f"{how}, and the gathered weights"
+    elif dtype == "bfloat16":
         size, how = size + BYTES[dtype] * shape.parameters, f"{how}, and weights in bfloat16"
     return Item(device, "trainer", "activations", how + each, passes * size)
 

@@ -153,6 +153,8 @@ class TrainerSettings(SettingsSection):
     activation_checkpointing: bool = False
     """Store only the inputs of each decoder layer and recompute its activations in the backward pass: less
     memory for a third more arithmetic, with identical gradients."""
+    compile: bool = False
+    """Compile decoder layers by torch.compile: fewer passes over memory, after minutes of compilation."""
     lora: LoRASettings = LoRASettings()
     threads: Processes = 1
     """torch threads of the trainer."""

@@ -32,7 +32,7 @@ from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import JUDGE_CACHE, restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
-from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish.broadcast import BUCKET_BYTES, DEVICE_BUCKET_BYTES, WeightBroadcaster
 from tidegate.trainer.publish.canary_state import CanaryState
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
@@ -272,8 +272,12 @@ class Training:
         settings = self.settings
         sender, dtype = None, settings.engine.weights_dtype
         if settings.trainer.publish_transport == "broadcast":
-            source = partial(self.policy.weight_buckets, as_files=dtype)
-            sender = WeightBroadcaster(source, self.observer.note, device=settings.trainer.device)
+            on_device = settings.trainer.device != "cpu"
+            source = partial(self.policy.weight_buckets, as_files=dtype, on_device=on_device)
+            sender = WeightBroadcaster(
+                source, self.observer.note, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES,
+                settings.trainer.device,
+            )  # fmt: skip
             stack.callback(sender.close)
         # SGLang loads whole models only; a node without the run's files has no base.
         deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place

@@ -27,7 +27,11 @@ Bytes: TypeAlias = NDArray[np.uint8]
 def of_tensor(name: str, data: Bytes) -> int:
     aligned = data.size - data.size % WORD
     words = int(np.add.reduce(data[:aligned].view("<i8"), dtype=np.int64))
-    words += int.from_bytes(data[aligned:].tobytes(), "little")
+    return of_words(name, words + int.from_bytes(data[aligned:].tobytes(), "little"))
+
+
+def of_words(name: str, words: int) -> int:
+    """Return the checksum of a tensor, given the sum of its words."""
     return zlib.crc32(name.encode()) * (1 + words % MODULUS) % MODULUS
 
 

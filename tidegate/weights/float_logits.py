@@ -41,7 +41,7 @@ class _FloatLogits(torch.autograd.Function):
     def forward(ctx: Any, hidden_nd: Tensor, weight_vd: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden_nd, weight_vd)
         ctx.dtype = dtype
-        return _product(hidden_nd.to(dtype), weight_vd.to(dtype).t())
+        return product(hidden_nd.to(dtype), weight_vd.to(dtype).t())
 
     @staticmethod
     def backward(ctx: Any, gradient_nv: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -49,13 +49,14 @@ class _FloatLogits(torch.autograd.Function):
         gradient_nv = gradient_nv.to(ctx.dtype)
         of_hidden = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_hidden = _product(gradient_nv, weight_vd.to(ctx.dtype)).to(hidden_nd.dtype)
+            of_hidden = product(gradient_nv, weight_vd.to(ctx.dtype)).to(hidden_nd.dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = _product(gradient_nv.t(), hidden_nd.to(ctx.dtype)).to(weight_vd.dtype)
+            of_weight = product(gradient_nv.t(), hidden_nd.to(ctx.dtype)).to(weight_vd.dtype)
         return of_hidden, of_weight, None
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return left · right in float32, whose sums are not rounded to the factors' type."""
     with torch.autocast(left.device.type, enabled=False):
         if left.is_cuda:
             return torch.mm(left, right, out_dtype=torch.float32)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidegate.weights.checksum import MODULUS, Bytes, of_tensor
+from tidegate.weights.checksum import MODULUS, WORD, Bytes, of_tensor, of_words
 
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 """SGLang's names of backends, and the kind of device whose memory they transfer."""
@@ -75,12 +75,16 @@ class WeightsGroup:
         if self._device.type == "cuda":
             self._broadcast_by_gpu(tensors, options)
             return
-        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+        for work in [self._group.broadcast([tensor.cpu()], options) for tensor in tensors]:
             work.wait()
 
     def _broadcast_by_gpu(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> None:
-        """Broadcast on a separate stream, as an engine may be decoding."""
+        """Broadcast on a separate stream, as an engine may be decoding.
+
+        Tensors in the GPU's memory are sent from there.
+        """
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._device))  # which may be computing the tensors
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             on_gpu = [
                 torch.empty_like(tensor, device=self._device) if self._rank else tensor.to(self._device)
@@ -90,7 +94,7 @@ class WeightsGroup:
                 work.wait(options.timeout)
             if self._rank:
                 for tensor, value in zip(tensors, on_gpu, strict=True):
-                    tensor.copy_(value)
+                    tensor.copy_(value, non_blocking=tensor.is_pinned())
             stream.synchronize()
 
     def close(self) -> None:
@@ -153,8 +157,31 @@ def transfer_s(size: int) -> float:
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the checksum of tensors in host memory, as defined in `tidegate.weights.checksum`."""
-    return sum(of_tensor(name, bytes_of(tensor)) for name, tensor in tensors) % MODULUS
+    """Return the checksum of tensors, as defined in `tidegate.weights.checksum`.
+
+    Words of tensors on a device are summed there, and only the sums are copied to the host.
+    """
+    total = 0
+    names: list[str] = []
+    sums: list[Tensor] = []
+    for name, tensor in tensors:
+        if tensor.device.type == "cpu":
+            total += of_tensor(name, bytes_of(tensor))
+        else:
+            names.append(name)
+            sums.append(sums_of_words(tensor))
+    words = map(sum, torch.stack(sums).tolist()) if sums else ()
+    return (total + sum(map(of_words, names, words))) % MODULUS
+
+
+def sums_of_words(tensor: Tensor) -> Tensor:
+    """Return, on the tensor's device, the sum of its 64-bit words, which wraps, and the rest of its bytes."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % WORD:
+        data = data.clone()
+    whole, rest = data.tensor_split([data.numel() - data.numel() % WORD])
+    padded = torch.nn.functional.pad(rest, (0, WORD - rest.numel()))
+    return torch.stack([whole.view(torch.int64).sum(), padded.view(torch.int64).sum()])
 
 
 def bytes_of(tensor: Tensor) -> Bytes:

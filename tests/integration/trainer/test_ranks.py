@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.e2e.runs import REPO, gone
 from tests.ranked import train
@@ -221,3 +222,32 @@ async def test_a_model_that_cannot_be_loaded_is_said_and_no_rank_is_left(tmp_pat
     assert process is not None
     await ranks.close()
     assert gone(process.pid, 5)
+
+
+def test_a_rank_loads_its_own_shard_only(tmp_path: Path) -> None:
+    """Only rank 0 has the whole model in its memory, and only while it is read."""
+    config = Qwen3Config(
+        vocab_size=4000, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, head_dim=64,
+        num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "model")
+    policy = Policy.load(tmp_path / "model", settings(1, learning_rate=1e-3))
+    for parameter in policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    policy._optimizer.step()
+    policy.save_state(tmp_path / "trainer.pt")
+    size = sum(parameter.nbytes for parameter in policy.model.parameters())
+    del policy
+    command = [sys.executable, "-m", "tests.host_memory", str(tmp_path)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], cwd=REPO, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        told = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    (_, _, _), (loaded, resumed, _) = (map(int, one.split()[-3:]) for one in told)
+    assert loaded < 0.8 * size, "its half of the weights, and the largest tensor"
+    assert resumed < 1.9 * size, "its half of weights and both moments"

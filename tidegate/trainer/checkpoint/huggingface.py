@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.errors import StartError
@@ -49,6 +49,13 @@ def read_model(path: Path) -> Any:
         # transformers initialises them randomly and only logs it.
         raise StartError(f"{path}: these weights are missing: {', '.join(sorted(info['missing_keys']))}")
     return model
+
+
+def empty_model(path: Path) -> Any:
+    """Build the model that `read_model` loads on the meta device: without values."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def tokenizer_files(base: Path) -> dict[str, bytes]:
@@ -94,7 +101,7 @@ def cast(values: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
     made: dict[tuple[int, torch.Size], Tensor] = {}
     result = {}
     for name, value in values.items():
-        key = (value.data_ptr(), value.shape)
+        key = (value.data_ptr() or id(value), value.shape)  # a shard or a meta tensor has no address
         if value.is_floating_point() and value.dtype != kind and key not in made:
             made[key] = value.to(kind)
         result[name] = made.get(key, value)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,15 +21,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from tidegate.config import TrainerSettings
+from tidegate.errors import StartError
 from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare, split_share
-from tidegate.trainer.policy.forward import TokenLogprobs, decoder_layers
+from tidegate.trainer.checkpoint.huggingface import empty_model, read_model
+from tidegate.trainer.policy.forward import decoder_layers
+from tidegate.trainer.policy.head import TokenLogprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
 
 T = TypeVar("T")
+SMALL = 2**16
+"""Bytes of a tensor that every rank receives, such as a generator's state."""
 
 
 class FSDPRanks(Ranks):
@@ -52,11 +59,34 @@ class FSDPRanks(Ranks):
     def call(self, method: str, *arguments: object, **options: object) -> AbstractContextManager[None]:
         return self._call(method, *arguments, **options)
 
-    def load_device(self) -> torch.device:
-        return torch.device("cpu")  # unsharded; each rank moves its shards to its device
+    def read_model(self, path: Path) -> Any:
+        model = error = None
+        if self.rank == 0:
+            try:
+                model = read_model(path)
+            except StartError as found:
+                error = found
+        if (error := self.agree(lambda: error)) is not None:
+            raise error
+        return empty_model(path) if model is None else model
+
+    def agree(self, value: Callable[[], T]) -> T:
+        return self.collect(value() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def outline(self, read: Callable[[], T]) -> T:
+        state = error = None
+        if self.rank == 0:
+            try:
+                state = read()
+            except Exception as found:  # noqa: BLE001 - raised on all ranks
+                error = found
+        outline, error = self.agree(lambda: (tree_map(_without_values, state), error))
+        if error is not None:
+            raise error
+        return outline if state is None else state
 
     def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
-        """Shard a model over all ranks.
+        """Shard a model over all ranks, and send each its shards from rank 0, which alone has values.
 
         Each decoder layer is gathered when it is needed and resharded afterwards; the other modules
         (embedding, last norm, head) form one more unit.
@@ -64,6 +94,8 @@ class FSDPRanks(Ranks):
         kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         mesh = init_device_mesh(kind, (self.count,))
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        model.to_empty(device="meta").tie_weights()
         root: Any = _RootModule(model, compute)
         # Layers are gathered in the dtype of computation. The rest stays in float32, in which the gradient of
         # the head adds up over pieces of a microbatch. Gradients are summed in float32.
@@ -77,7 +109,15 @@ class FSDPRanks(Ranks):
             # The loss is divided by the N of all ranks, so gradients are summed; gloo has plain sums only.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+        root.to_empty(device=device)
+        model.tie_weights()
+        self._fill({**dict(model.named_parameters()), **dict(model.named_buffers())}, values)
         return root, device
+
+    @torch.no_grad()
+    def _fill(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, tensor in live.items():
+            tensor.copy_(self.shard(values[name].detach(), tensor))
 
     def split(self, whole: RankShare) -> list[RankShare]:
         return split_share(whole, self.count, self.settings.microbatch_tokens)
@@ -92,21 +132,27 @@ class FSDPRanks(Ranks):
             for size, end in zip(share.passes, accumulate(share.passes), strict=True)
         ]
 
-    def gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
         distinct = {id(tensor): tensor for tensor in live.values()}
-        full = {key: self._full(tensor) for key, tensor in distinct.items()}
+        full = {key: self._full(tensor, on_device) for key, tensor in distinct.items()}
         return {name: full[id(tensor)] for name, tensor in live.items()} if self.rank == 0 else {}
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor into rank 0's host memory; empty on other ranks."""
+    def _full(self, tensor: Tensor, on_device: bool) -> Tensor:
+        """Gather a sharded tensor into rank 0's host memory, or on its device; empty on other ranks."""
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return full.detach().cpu() if self.rank == 0 else full.new_empty(0)
+        if self.rank != 0:
+            return full.new_empty(0)
+        return full.detach() if on_device else full.detach().cpu()
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor) or full.shape != like.shape:  # AdamW's step count is not sharded
+        if full.shape != like.shape:  # AdamW's step count, which is not sharded
             return full
-        mesh, placements = like.device_mesh, like.placements
-        return distribute_tensor(full.to(like.device), mesh, placements, src_data_rank=None)
+        full = torch.empty_like(full, device=like.device) if full.is_meta else full.to(like.device)
+        if isinstance(like, DTensor):
+            return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=0)
+        full = full.contiguous()
+        dist.broadcast(full, 0)
+        return full
 
     def sum(self, value: Tensor) -> float:
         if isinstance(value, DTensor):
@@ -132,6 +178,11 @@ class _RootModule(torch.nn.Module):
         logprobs_n, entropy_n, top_nk = self._compute(batch, prefix)
         # FSDP hooks outputs, which must not be views.
         return TokenLogprobs(logprobs_n.clone(), entropy_n, None if top_nk is None else top_nk.clone())
+
+
+def _without_values(leaf: Any) -> Any:
+    """Return a large tensor's shape and type, on the meta device, and anything else as it is."""
+    return leaf.to("meta") if isinstance(leaf, Tensor) and leaf.nbytes > SMALL else leaf
 
 
 def _idle() -> Microbatch:

@@ -6,7 +6,7 @@ Axes in names: b rows, p prefixes, t positions, n trained tokens, h heads, d hid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,20 @@ from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.trainer.policy.compiled import compile_layers
 from tidegate.trainer.policy.experts import use_autocast
+from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
+from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.types import Logprobs
 from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.float_logits import float_logits, is_plain
 from tidegate.weights.onednn import use_onednn
 
-LOGITS_AT_ONCE = 2**26
-"""Largest number of logits kept for the backward pass. More are computed in pieces and recomputed in the
-backward pass (with a vocabulary of 150,000, 8,192 tokens would take 5 GB)."""
+LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28
+"""Largest number of logits in memory. More are computed in pieces, and again in the backward pass (with a
+vocabulary of 150,000, 8,192 tokens would take 5 GB). On a GPU each piece costs a pass over the gradient of
+the head."""
 
 
 class Prefix:
@@ -88,25 +92,42 @@ class Forward:
         self.model = model
         self.device = next(model.parameters()).device
         self._ranks = ranks
+        self._settings = settings
         if settings.device != "cpu":
             use_repeated_heads(model)
         if ranks.count == 1 and settings.pass_dtype == "float32":
             use_onednn(model)
         self._autocast, self._dtype = False, torch.float32
         self._compute: Compute = self._compute_logprobs
-        self._backbone, self._head = _split(model, self.device)
+        if ranks.agree(lambda: _can_split(model, self.device)):
+            self._backbone, self._head = model.base_model, model.get_output_embeddings()
+        else:
+            self._backbone = self._head = None
         self.shares = ranks.count == 1 and self._can_share()
-        if settings.activation_checkpointing:
-            checkpoint_layers(_layers_to_recompute(model))
         # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
         self._dtype = getattr(torch, settings.pass_dtype)
-        self._autocast = self._dtype is torch.bfloat16 and ranks.count == 1
-        if self._autocast:
+        shortened = self._dtype is torch.bfloat16 and ranks.count == 1
+        self._working: WorkingCopy | None = None
+        if shortened and settings.device != "cpu" and self._head is not None and not settings.lora.rank:
+            self._working = WorkingCopy(model, decoder_layers, self._dtype)
+            self.model = model = self._working.model
+            self._backbone, self._head = model.base_model, model.get_output_embeddings()
+        elif shortened:
+            self._autocast = True
             use_autocast(model)
+        if settings.compile:
+            compile_layers(decoder_layers(model))
+        if settings.activation_checkpointing:
+            checkpoint_layers(_layers_to_recompute(model))
         self._compute, self.device = ranks.shard_model(model, self._compute_logprobs, self._dtype)
 
     def _precision(self) -> torch.autocast:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._autocast)
+
+    def refresh(self) -> None:
+        """Take over the model's parameters, after they have changed."""
+        if self._working is not None:
+            self._working.refresh()
 
     def layout(self, share: RankShare) -> list[PrefixBatch]:
         """Group this rank's rows into microbatches."""
@@ -145,9 +166,19 @@ class Forward:
         def piece(hidden: Tensor, *targets: Tensor) -> TokenLogprobs:
             return token_logprobs(self._logits(hidden), *targets)
 
-        size = max(1, LOGITS_AT_ONCE // self._head.weight.shape[0])
+        most = LOGITS_AT_ONCE if self._settings.device == "cpu" else LOGITS_AT_ONCE_ON_GPU
+        size = max(1, most // self._head.weight.shape[0])
         if len(hidden_nd) <= size:
             return piece(hidden_nd, *_targets(batch))
+        if is_plain(self._head):
+            return logprobs_in_pieces(
+                hidden_nd,
+                self._head.weight,
+                self._dtype,
+                size,
+                *_targets(batch),
+                compiled=self._settings.compile,
+            )
         split = (torch.split(tensor, size) for tensor in (hidden_nd, *_targets(batch)))
         pieces = [checkpoint(piece, *inputs, use_reentrant=False) for inputs in zip(*split, strict=True)]
         logprobs, entropies, top = zip(*pieces, strict=True)
@@ -201,31 +232,6 @@ class Forward:
         return all(np.allclose(values, shared[index], atol=1e-4) for index, values in expected.items())
 
 
-class TokenLogprobs(NamedTuple):
-    """Log-probabilities of the trained tokens, in float32."""
-
-    logprobs_n: Tensor
-    """log π of the token."""
-    entropy_n: Tensor
-    """Entropy of the token's distribution; detached."""
-    top_nk: Tensor | None = None
-    """log π of the teacher's likeliest ids; None if the microbatch has none."""
-
-
-def token_logprobs(
-    logits_nv: Tensor, targets_n: Tensor, temperatures_n: Tensor, ids_nk: Tensor | None = None
-) -> TokenLogprobs:
-    """Compute log π of the targets and of other ids, and the entropy of their distributions.
-
-    The distribution is softmax(logits ÷ temperature), from which the engine samples and reports logprobs.
-    """
-    logprobs_nv = torch.log_softmax(logits_nv.float() / temperatures_n[:, None], dim=-1)
-    with torch.no_grad():
-        entropy_n = torch.special.entr(logprobs_nv.exp()).sum(dim=-1)
-    top_nk = None if ids_nk is None else logprobs_nv.gather(1, ids_nk)
-    return TokenLogprobs(logprobs_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n, top_nk)
-
-
 def _targets(batch: Microbatch) -> tuple[Tensor, ...]:
     """Return the arguments of `token_logprobs` after the logits."""
     given = (batch.targets_n, batch.temperatures_n)
@@ -250,18 +256,18 @@ def _layers_to_recompute(model: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def _split(model: Any, device: torch.device) -> tuple[Any, Any]:
-    """Split the model into (backbone, head), so that logits are computed for trained tokens only.
+def _can_split(model: Any, device: torch.device) -> bool:
+    """Whether head(backbone(ids)) are the model's logits, so that only those of trained tokens are computed.
 
-    Returns (None, None) if head(backbone(ids)) differs from the model's logits (some scale or cap them).
+    Some models scale or cap them.
     """
     backbone, head = model.base_model, model.get_output_embeddings()
     if backbone is model or head is None:
-        return None, None
+        return False
     ids_bt = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
     expected = model(input_ids=ids_bt, use_cache=False).logits
     logits = head(backbone(input_ids=ids_bt, use_cache=False).last_hidden_state)
-    return (backbone, head) if torch.allclose(expected, logits, atol=1e-5, rtol=1e-4) else (None, None)
+    return torch.allclose(expected, logits, atol=1e-5, rtol=1e-4)
 
 
 def _attends_to_all(model: Any) -> bool:

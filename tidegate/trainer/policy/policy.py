@@ -25,7 +25,6 @@ from tidegate.trainer.checkpoint.huggingface import (
     as_in_files,
     cast,
     conversion_units,
-    read_model,
     tokenizer_files,
     write_model,
 )
@@ -127,11 +126,10 @@ class Policy:
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         ranks = ranks or Ranks(settings)
-        device = ranks.load_device()
-        model = read_model(path).to(device).eval()
+        model = ranks.read_model(path).eval()
         if settings.reference_model is None:
             return cls(model, path, settings, ranks=ranks)
-        reference = read_model(settings.reference_model).to(device).eval().requires_grad_(False)
+        reference = ranks.read_model(settings.reference_model).eval().requires_grad_(False)
         size, reference_size = (each.config.get_text_config().vocab_size for each in (model, reference))
         if size != reference_size:
             raise StartError(
@@ -262,34 +260,45 @@ class Policy:
         return self._base_tensors(dict(self.model.named_parameters()))
 
     def weight_buckets(
-        self, max_bytes: int, as_files: str | None = None
+        self, max_bytes: int, as_files: str | None = None, *, on_device: bool = False
     ) -> Generator[dict[str, Tensor], None, None]:
-        """Yield `weights` in host memory, in buckets of at most `max_bytes`, each gathered on demand.
+        """Yield `weights` in buckets of at most `max_bytes`, each gathered on demand.
 
         A larger tensor has a bucket of its own. Close the generator if you do not exhaust it: the other ranks
         gather all buckets. `as_files` gives the tensors the names, the shapes and the values that files
-        written by `save_weights` with this data type have.
+        written by `save_weights` with this data type have; ranks then exchange values of this type.
+        `on_device` leaves the tensors in the memory of rank 0's device; otherwise they are in host memory.
         """
-        with self.ranks.call("weight_buckets", max_bytes, as_files=as_files):
+        with self.ranks.call("weight_buckets", max_bytes, as_files=as_files, on_device=on_device):
             live = dict(self.model.named_parameters())
             base = {base_name(name): value for name, value in live.items() if not is_adapter(name)}
             unit = conversion_units(self.model, base) if as_files is not None else str
             parts = (
-                self._base_tensors({name: live[name] for name in names})
+                self._published({name: live[name] for name in names}, as_files, on_device)
                 for names in buckets(live, max_bytes, lambda name: unit(base_name(name)))
             )
             try:
                 for values in parts:
                     if as_files is not None:
-                        values = as_in_files(self.model, cast(values, as_files))
-                    yield {name: value.cpu().contiguous() for name, value in values.items()}
+                        values = as_in_files(self.model, values)
+                    yield {name: value.contiguous() for name, value in values.items()}
             finally:
                 for _ in parts:
                     pass
 
-    def _base_tensors(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gather tensors under the base model's names, with an adapter merged."""
-        values = self.ranks.gather(live)
+    @torch.no_grad()
+    def _published(self, live: dict[str, Tensor], dtype: str | None, on_device: bool) -> dict[str, Tensor]:
+        """Gather tensors in the published type; an adapter is merged in float32 before."""
+        if dtype is not None and self._adapter is None:
+            live = cast(live, dtype)
+        values = self._base_tensors(live, on_device=on_device)
+        if dtype is not None and self._adapter is not None:
+            values = cast(values, dtype)
+        return values if on_device else {name: value.cpu() for name, value in values.items()}
+
+    def _base_tensors(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
+        """Gather tensors under the base model's names, with an adapter merged, which is in host memory."""
+        values = self.ranks.gather(live, on_device=on_device)
         return values if self._adapter is None else self._adapter.merged(values)
 
     @collective
@@ -303,7 +312,7 @@ class Policy:
             CheckpointError: if the directory holds another model.
         """
         try:
-            values = read_model(directory).state_dict()
+            values = self.ranks.read_model(directory).state_dict()
             if self._adapter is None:
                 self._copy_into(self.model.state_dict(), values)
             else:
@@ -330,6 +339,7 @@ class Policy:
             if tensor.shape != values[name].shape:
                 raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
             tensor.copy_(self.ranks.shard(values[name], tensor))
+        self._forward.refresh()
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs besides the weights, gathered on rank 0.
@@ -385,8 +395,15 @@ class Policy:
     @collective
     def load_state_from(self, path: Path) -> None:
         """Restore a state that `save_state` wrote; raises CheckpointError."""
+
+        def read() -> dict[str, Any]:
+            state: dict[str, Any] = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=self.ranks.count > 1
+            )
+            return state
+
         try:
-            self.load_state(torch.load(path, map_location="cpu", weights_only=True))
+            self.load_state(self.ranks.outline(read))
         except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
             raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
 
@@ -444,4 +461,5 @@ class Policy:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
+        self._forward.refresh()
         return True

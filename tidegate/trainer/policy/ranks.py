@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from tidegate.devices import find_device
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.microbatch import PrefixBatch, prefix_batches
 from tidegate.trainer.batch.share import RankShare
+from tidegate.trainer.checkpoint.huggingface import read_model
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's RuntimeError when host memory is exhausted."""
@@ -54,9 +56,25 @@ class Ranks:
                 raise
             raise TrainingError(f"the trainer is {why}") from error
 
-    def load_device(self) -> torch.device:
-        """Return the device on which a model is loaded; raises ConfigError if there is none."""
-        return find_device("trainer.device", self.settings.device)
+    def read_model(self, path: Path) -> Any:
+        """Load a causal LM in float32 on the settings' device.
+
+        Several ranks load it on rank 0 only, in host memory; the others build it without memory, on the meta
+        device. Raises ConfigError, StartError, on all ranks.
+        """
+        device = find_device("trainer.device", self.settings.device)
+        return read_model(path).to(device)
+
+    def agree(self, value: Callable[[], T]) -> T:
+        """Return a value that rank 0 computes, and sends to the others."""
+        return value()
+
+    def outline(self, read: Callable[[], T]) -> T:
+        """Return a tree with tensors that rank 0 reads; on the other ranks large ones are on the meta device.
+
+        Raises the errors of `read` on all ranks.
+        """
+        return read()
 
     def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
         """Shard a model; returns its computation in this dtype, and the device of its inputs."""
@@ -70,12 +88,18 @@ class Ranks:
         """Group this rank's rows into microbatches."""
         return prefix_batches(share.rows, self.settings.microbatch_tokens, share=share_prefixes)
 
-    def gather(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the unsharded tensors on rank 0, and none on other ranks; tied tensors stay tied."""
+    def gather(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
+        """Return the unsharded tensors on rank 0, and none on other ranks; tied tensors stay tied.
+
+        Several ranks return them in host memory, or on rank 0's device.
+        """
         return {name: tensor.detach() for name, tensor in live.items()}
 
     def shard(self, full: Tensor, like: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor that every rank has in full, with the layout of `like`."""
+        """Return this rank's shard of a tensor that rank 0 has in full, with the layout of `like`.
+
+        The other ranks have it on the meta device, or, if it is small, as rank 0 has it.
+        """
         return full
 
     def sum(self, value: Tensor) -> float:

@@ -14,7 +14,7 @@ from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.losses.make import make_loss
-from tidegate.trainer.policy.forward import token_logprobs
+from tidegate.trainer.policy.head import token_logprobs
 
 CAP = 2.0
 DEFAULT: Loss = make_loss(TrainerSettings(loss={"name": "truncated_is", "importance_cap": CAP}))

@@ -32,6 +32,27 @@ def test_tensors_are_sent_as_they_are_in_files(tmp_path: Path, family: str, dtyp
         assert "model.layers.1.mlp.experts.3.down_proj.weight" in files
 
 
+def test_tensors_that_stay_on_the_device_pass_through_no_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path / "base", hidden=32, family="qwen3_moe")
+    policy = Policy.load(tmp_path / "base", TrainerSettings())
+
+    def sent(*, on_device: bool) -> dict[str, torch.Tensor]:
+        parts = policy.weight_buckets(20_000, "bfloat16", on_device=on_device)
+        return {name: value for bucket in parts for name, value in bucket.items()}
+
+    expected = sent(on_device=False)
+
+    def refuse(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("copied to the host")
+
+    monkeypatch.setattr(torch.Tensor, "cpu", refuse)
+    found = sent(on_device=True)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 @pytest.mark.parametrize("raises", [False, True])
 def test_tensors_that_files_have_as_one_are_gathered_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool

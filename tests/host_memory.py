@@ -1,0 +1,38 @@
+"""One rank that loads a model and resumes; prints its peak memory: `python -m tests.host_memory DIR RANK`.
+
+Reads `model` and `trainer.pt` of the directory. Prints bytes beyond those before the model was loaded.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tidegate.config import TrainerSettings
+from tidegate.trainer.distributed.rank_main import RankInit
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(directory: Path, rank: int) -> None:
+    store = dist.FileStore(str(directory / "store"), 2)
+    init = RankInit(TrainerSettings(ranks=2, learning_rate=1e-3), directory / "model", 0, ("", 0), 60)
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - code takes memory, too
+
+    before = peak()
+    policy = init.join(rank, store)
+    loaded = peak() - before
+    policy.load_state_from(directory / "trainer.pt")
+    policy.load_weights(directory / "model")
+    print(loaded, peak() - before, policy.steps)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
