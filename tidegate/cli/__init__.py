@@ -72,6 +72,7 @@ EXTRAS = {
     "tokenizers": "gateway",
     "gguf": "gguf",
     "accelerate": "gguf",
+    "sentence_transformers": "rag",
     "mcp": "gateway",
     "zstandard": "gateway",
 }
