@@ -1,13 +1,15 @@
 """Compares a search through the retrieval server with the same search in one process and two other servers.
 
-50,000 vectors of 384 numbers, searched exactly; an encoder of MiniLM's shape with random weights; distinct
-queries of 8 to 16 tokens, so that no cache is hit. Every system searches with one thread, each round runs all
-systems in turns, and the figures are medians of the rounds. `cpu_ms`, the CPU time of the server per answer,
-depends less on other work than requests per second. `unbatched` searches one query at a time, `window`
-collects queries for 100 ms; neither has limits or deadlines. Finally, 4,096 clients send a query
-simultaneously: more than fit in the queue, and more than can be answered before the deadline.
+50,000 vectors of 384 numbers, searched exactly; all-MiniLM-L6-v2, which `tidegate convert minilm` fetches
+if --encoder is not there; distinct queries of 8 to 16 tokens, so that no cache is hit. Every system
+searches with one thread, each round runs all systems in turns, and the figures are medians of the rounds.
+`cpu_ms`, the CPU time of the server per answer, depends less on other work than requests per second.
+`unbatched` searches one query at a time, `window` collects queries for 100 ms; neither has limits or
+deadlines. Then 4,096 clients send a query simultaneously: more than fit in the queue, and more than can be
+answered before the deadline. Recall@5 is the share of 192 questions whose passage, in other words, is among
+five (examples/small_agents).
 
-    python benchmarks/rag.py [--json] [--rounds 3]
+    python benchmarks/rag.py [--json] [--rounds 3] [--encoder build/minilm]
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +27,7 @@ from typing import Any
 
 from common import Check, report
 from retrieval.baselines import K
-from retrieval.material import make_encoder, make_index, queries
+from retrieval.material import make_index, queries, recalls
 from retrieval.systems import RagProcesses, Searches
 from turns.systems import System
 
@@ -41,16 +44,20 @@ Rows = dict[tuple[str, int], list[dict[str, Any]]]
 class Bench:
     """A plain search in this process, the servers, and a load generator."""
 
-    def __init__(self, searcher: Searcher, searches: Searches) -> None:
+    def __init__(self, searcher: Searcher, encoder: Path, searches: Searches) -> None:
         self._searcher = searcher
+        self._encoder = encoder
         self._searches = searches
         self._seeds = itertools.count()
         self.wrong = 0
 
+    def _queries(self, count: int) -> list[str]:
+        return queries(self._encoder, count, next(self._seeds))
+
     def bare(self) -> dict[str, Any]:
         """Sends one query after another to the plain search."""
         latencies = []
-        for query in queries(LONE_QUERIES, next(self._seeds)):
+        for query in self._queries(LONE_QUERIES):
             began = time.perf_counter()
             self._searcher.search([query], [K])
             latencies.append(time.perf_counter() - began)
@@ -58,14 +65,14 @@ class Bench:
 
     def lone(self, system: System) -> dict[str, Any]:
         """One client that sends one query after another."""
-        asked = queries(LONE_QUERIES, next(self._seeds))
+        asked = self._queries(LONE_QUERIES)
         done = self._searches.searches(system, asked, 1)
         return row(done["latencies"], done["in_time"], done["seconds"])
 
     def many(self, system: System, clients: int) -> dict[str, Any]:
         """Clients that send the next query as soon as the previous one is answered; answers are checked."""
         before = system.cpu_seconds()
-        done = self._searches.searches(system, queries(20_000, next(self._seeds)), clients, SECONDS)
+        done = self._searches.searches(system, self._queries(20_000), clients, SECONDS)
         if done["unanswered"] or done["codes"]:
             raise RuntimeError(f"{system.name}: {done['unanswered']} unanswered, errors {done['codes']}")
         sample = list(done["first"].items())[:SAMPLE]
@@ -77,7 +84,7 @@ class Bench:
     def burst(self, system: System) -> dict[str, Any]:
         """Sends more queries at once than can be answered; each must end with documents or an error code."""
         before = system.rss_mb()
-        done = self._searches.searches(system, queries(BURST, next(self._seeds)), BURST)
+        done = self._searches.searches(system, self._queries(BURST), BURST)
         answered = len(done["latencies"])
         errors = sum(done["codes"].values())
         return {
@@ -118,14 +125,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
+    parser.add_argument("--encoder", type=Path, default=Path("build/minilm"), help="directory of the encoder")
     arguments = parser.parse_args()
+    if not arguments.encoder.is_dir():
+        convert = [sys.executable, "-m", "tidegate", "convert", "minilm", "--out", str(arguments.encoder)]
+        subprocess.run(convert, check=True)
     with tempfile.TemporaryDirectory(prefix="tidegate-bench-") as name, RagProcesses(Path(name)) as processes:
         return measure(Path(name), processes, arguments)
 
 
 def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namespace) -> int:
-    index = make_index(directory, make_encoder(directory))
-    bench = Bench(Searcher(index, threads=1), processes.load())
+    recall = recalls(directory, arguments.encoder, K)
+    index = make_index(directory, arguments.encoder)
+    bench = Bench(Searcher(index, threads=1), arguments.encoder, processes.load())
     ours = processes.server(index)
     systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
     taken = rounds(bench, systems, arguments.rounds)
@@ -143,13 +155,15 @@ def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namesp
     checks = [
         Check("lone_vs_bare", statistics.median(a / b for a, b in lone), "<=", 1.2),
         Check("lone_overhead_ms", statistics.median(a - b for a, b in lone), "<=", 5),
-        Check("vs_unbatched_64", statistics.median(a / b for a, b in batched), ">=", 5),
-        Check("cpu_vs_unbatched_64", statistics.median(a / b for a, b in cpu), ">=", 5),
+        Check("vs_unbatched_64", statistics.median(a / b for a, b in batched), ">=", 4),
+        Check("cpu_vs_unbatched_64", statistics.median(a / b for a, b in cpu), ">=", 4),
         Check("wrong_documents", bench.wrong, "==", 0),
+        Check("recall_at_5", recall["minilm"], ">=", 0.75),
         Check("unanswered_at_4096", burst["unanswered"], "==", 0),
         Check("rss_mb_at_4096", burst["rss_mb_after"] - burst["rss_mb_before"], "<=", 256),
     ]
-    return report([*rows, burst], checks, as_json=arguments.json)
+    recalled = [{"system": name, "recall_at_5": value} for name, value in recall.items()]
+    return report([*rows, burst, *recalled], checks, as_json=arguments.json)
 
 
 if __name__ == "__main__":

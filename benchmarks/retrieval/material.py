@@ -1,9 +1,10 @@
-"""What is searched in the benchmark: an encoder of MiniLM's shape with random weights, and an index."""
+"""What is searched in the benchmark: 50,000 passages, and questions in other words than their passages."""
 
 from __future__ import annotations
 
 import functools
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,63 +12,29 @@ import orjson
 
 from tidegate.progress import Progress
 from tidegate.rag.build import Plan, build
+from tidegate.rag.encoders import HashEncoder
+from tidegate.rag.index.searcher import Searcher
 
 DOCUMENTS, DIMENSION, WORDS = 50_000, 384, 30_000
-_SYLLABLES = [c + v for c in "bdfgklmnprstvz" for v in "aeiou"]
+QUESTIONS = Path(__file__).parents[2] / "examples" / "small_agents" / "passages.jsonl"
 
 
 @functools.cache
-def vocabulary() -> list[str]:
-    """WORDS different words of two to four syllables; each is one token."""
-    rng = random.Random(0)
-    found: dict[str, None] = {}
-    while len(found) < WORDS:
-        found["".join(rng.choices(_SYLLABLES, k=rng.randint(2, 4)))] = None
-    return list(found)
+def vocabulary(encoder: Path) -> list[str]:
+    """At most WORDS words of at least three letters; each is one token of the encoder."""
+    tokens = orjson.loads((encoder / "tokenizer.json").read_bytes())["model"]["vocab"]
+    return [token for token in tokens if re.fullmatch("[a-z]{3,}", token)][:WORDS]
 
 
-def queries(count: int, seed: int) -> list[str]:
+def queries(encoder: Path, count: int, seed: int) -> list[str]:
     """Different questions of 6 to 14 words: 8 to 16 tokens with the two at the ends."""
-    rng, words = random.Random(f"queries {seed}"), vocabulary()
+    rng, words = random.Random(f"queries {seed}"), vocabulary(encoder)
     return [" ".join(rng.choices(words, k=rng.randint(6, 14))) for _ in range(count)]
-
-
-def make_encoder(directory: Path) -> Path:
-    """6 layers of 384, 12 heads, mean of the tokens: all-MiniLM-L6's shape. The weights are random."""
-    import torch
-    from sentence_transformers import SentenceTransformer, models
-    from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
-    from tokenizers.models import WordPiece
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokens = {token: n for n, token in enumerate([*special, *vocabulary()])}
-    tokenizer = Tokenizer(WordPiece(tokens, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokens),
-        hidden_size=DIMENSION,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-        intermediate_size=4 * DIMENSION,
-        initializer_range=0.2,  # large enough that texts differ
-    )
-    BertModel(config).save_pretrained(directory / "bert")
-    roles = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(roles, special, strict=True)))
-    fast.save_pretrained(directory / "bert")
-    transformer = models.Transformer(str(directory / "bert"), max_seq_length=256)
-    whole = SentenceTransformer(modules=[transformer, models.Pooling(DIMENSION)], device="cpu")
-    whole.save(str(directory / "encoder"))
-    return directory / "encoder"
 
 
 def make_index(directory: Path, encoder: Path) -> Path:
     """DOCUMENTS passages with random vectors of length 1, exactly searched."""
-    rng, words = random.Random(1), vocabulary()
+    rng, words = random.Random(1), vocabulary(encoder)
     corpus = directory / "corpus.jsonl"
     with corpus.open("wb") as file:
         for n in range(DOCUMENTS):
@@ -84,3 +51,17 @@ def make_index(directory: Path, encoder: Path) -> Path:
     with Progress() as progress:
         build(plan, progress)
     return plan.out
+
+
+def recalls(directory: Path, encoder: Path, k: int) -> dict[str, float]:
+    """Recall@k by method, of questions that share no word with their passages except function words."""
+    rows = [orjson.loads(line) for line in QUESTIONS.read_bytes().splitlines()]
+    found = {}
+    for name, mode in ((str(encoder), "dense"), (HashEncoder.name, "dense"), (None, "bm25")):
+        plan = Plan([QUESTIONS], directory / f"recall-{len(found)}", name, bm25=name is None)
+        with Progress() as progress:
+            build(plan, progress)
+        hits = Searcher(plan.out, threads=1).search([row["question"] for row in rows], [k] * len(rows), mode)
+        right = sum(row["id"] in [hit.id for hit in best] for row, best in zip(rows, hits, strict=True))
+        found["minilm" if name == str(encoder) else name or mode] = right / len(rows)
+    return found
