@@ -155,6 +155,19 @@ def test_ids_that_occur_twice_are_refused_with_both_places(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("key", ["id", "text", "title"])
+def test_a_row_with_a_key_twice_is_refused(tmp_path: Path, key: str) -> None:
+    """Of two values, readers keep the last or the first."""
+    source = tmp_path / "twice.jsonl"
+    row = '{"id": "a", "text": "has \\"text\\" in it", "title": "t"%s}\n'
+    source.write_text(row % "" + (row % f', "{key}": "b"').replace('"a"', '"c"'))
+    with pytest.raises(CorpusError, match=f"line 2: the key '{key}' occurs twice"):
+        read(tmp_path, source)
+    source.write_text(row % "")
+    [document] = read(tmp_path, source)
+    assert document.text == 'has "text" in it'
+
+
 def test_an_invalid_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"\n\n")
     with pytest.raises(CorpusError, match="the source has no documents"):

@@ -84,8 +84,8 @@ def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
     """Returns the scores in the JSON object with `scores` that ends a reply.
 
     Raises:
-        UnreadableReplyError: There is none, or text follows several with different scores, or a score is
-            missing, unknown or not a number from 0 to 1.
+        UnreadableReplyError: There is none, or several with different scores of which none is clearly the
+            verdict, or a score is missing, unknown or not a number from 0 to 1.
     """
     scores = _last_scores(text)
     if scores is None:
@@ -100,9 +100,10 @@ def read_scores(text: str, names: Sequence[str]) -> dict[str, float]:
 
 
 def _last_scores(text: str) -> Mapping[str, Any] | None:
-    """Returns the scores of the object that ends a reply; of one in prose, only if there is no other."""
+    """Returns the scores of a reply's only object. If there are several with different scores, the last must
+    end the reply, and be the only one on a line of its own: the others are quotes in prose."""
     decoder = json.JSONDecoder(object_pairs_hook=_listing_repeated)
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    found: list[tuple[str, str, Mapping[str, Any]]] = []
     at = 0
     while (start := text.find("{", at)) >= 0:
         try:
@@ -111,14 +112,15 @@ def _last_scores(text: str) -> Mapping[str, Any] | None:
             value, at = None, start + 1
         scores = value.get("scores") if isinstance(value, dict) else None
         if isinstance(scores, dict | tuple):
-            found.append((text[at:], scores if isinstance(scores, dict) else {}))
+            before = text[:start].rpartition("\n")[2]
+            found.append((before, text[at:], scores if isinstance(scores, dict) else {}))
         elif isinstance(value, dict):
             at = start + 1
-    ending = [scores for rest, scores in found if not any(map(str.isalnum, rest))]
-    if ending:
-        return dict(ending[-1])
-    distinct = {json.dumps(scores, sort_keys=True, default=str) for _, scores in found}
-    return dict(found[0][1]) if len(distinct) == 1 else None
+    alone = [one for one in found if not any(map(str.isalnum, one[0] + one[1].partition("\n")[0]))]
+    ends = found[-1:] == alone[-1:] and not any(map(str.isalnum, found[-1][1])) if found else False
+    candidates = alone if ends else found
+    distinct = {json.dumps(scores, sort_keys=True, default=str) for *_, scores in candidates}
+    return dict(candidates[0][2]) if len(distinct) == 1 else None
 
 
 def _listing_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Grades short answers by SQuAD's rules (Rajpurkar et al. 2016) and measures retrieval recall.
 
 Texts are compared in lower case, without punctuation, articles and repeated blanks. With several gold answers
-the best value counts.
+the best value counts. As in SQuAD's script, texts of which nothing is left are equal: "the", "A" and "?!".
 """
 
 from __future__ import annotations

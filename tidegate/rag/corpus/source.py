@@ -15,9 +15,11 @@ import orjson
 from tidegate.errors import ConfigError
 from tidegate.program import advise_extra
 from tidegate.rag.corpus.corpus import Document
+from tidegate.service import exact
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 _ID_KEYS = ("id", "_id", "docid")
+_KEYS = tuple(f'"{key}"'.encode() for key in (*_ID_KEYS, "text", "title", "contents"))
 _BATCH = 1024
 _SAMPLE_BYTES = 4 << 20
 
@@ -161,6 +163,8 @@ def _parquet_extent(path: Path) -> Extent:
 def _parsed(line: bytes) -> Mapping[str, Any]:
     try:
         values = orjson.loads(line)
+        if any(line.count(key) > 1 for key in _KEYS):  # of a repeated key, orjson keeps the last value
+            exact.loads_strictly(line)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}; each line must be one object") from None
     if not isinstance(values, dict):
