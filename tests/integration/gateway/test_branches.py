@@ -61,7 +61,9 @@ async def _named_twice(stage: Stage, said: str, **changed: object) -> list[tuple
         stage.say(said)
         reply = await llm.chat.completions.create(model="m", messages=messages, tools=TOOLS)
         message = {**reply.choices[0].message.model_dump(exclude_none=True), **changed}
-        messages += [message, {"role": "user", "content": "Go on."}]
+        calls = message.get("tool_calls", [])
+        messages += [message, *({"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in calls)]
+        messages.append({"role": "user", "content": "Go on."})
     return [(turn.parent, turn.branch) for turn in (await finished(stage, access)).turns]
 
 

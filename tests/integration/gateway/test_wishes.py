@@ -111,7 +111,9 @@ async def test_tool_choice_none_reads_no_calls_and_keeps_the_prompt(stage: Stage
     access, llm = await opened(stage)
     stage.say(CALL)
     first = await llm.chat.completions.create(model="m", messages=ASK, tools=TOOLS)
-    history = [*ASK, first.choices[0].message.model_dump(exclude_none=True)]
+    message = first.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+    history = [*ASK, message.model_dump(exclude_none=True), result]
     stage.say(CALL)
     second = await llm.chat.completions.create(
         model="m", messages=[*history, {"role": "user", "content": "now say it"}], tools=TOOLS,

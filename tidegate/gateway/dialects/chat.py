@@ -13,7 +13,6 @@ from tidegate.gateway.dialects.fields import get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse, call_wire
 from tidegate.gateway.parsing.reply import UNFINISHED
-from tidegate.gateway.rendering.messages import in_call_order
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
@@ -69,7 +68,12 @@ def read(payload: dict[str, Any], session: GatewaySession) -> ChatRequest:
         raise ApiError("messages: a list with at least one message is required", param="messages")
     tools = _tools(payload)
     turn_request = TurnRequest(
-        messages=in_call_order(messages),
+        messages=fields.complete_history(
+            messages,
+            "messages: an assistant message with 'tool_calls' must be followed by tool messages responding "
+            "to each 'tool_call_id'. The following tool_call_ids did not have response messages",
+            "messages",
+        ),
         sampling=_sampling(payload),
         tools=tools,
         tool_use=_tool_use(payload, tools),

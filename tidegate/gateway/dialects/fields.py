@@ -9,8 +9,10 @@ import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import ToolUse
+from tidegate.gateway.rendering.messages import in_call_order, unanswered_calls
 from tidegate.gateway.sampling import RequestedSampling, Schema
 from tidegate.service import exact
+from tidegate.types import Message
 
 _KINDS = {
     int: "an integer", float: "a number", bool: "true or false",
@@ -154,3 +156,17 @@ def framed(data: bytes, name: str | None = None) -> bytes:
 def openai_error(refusal: ApiError) -> bytes:
     payload = {"message": str(refusal), "type": refusal.type, "param": refusal.param, "code": refusal.code}
     return orjson.dumps({"error": payload})
+
+
+def complete_history(messages: list[Message], problem: str, param: str) -> list[Message]:
+    """Returns messages with tool results in the order of their calls.
+
+    Raises ApiError if a call has no result: `problem`, in the words of the dialect, and the ids.
+    """
+    if missing := unanswered_calls(messages):
+        raise ApiError(
+            f"{problem}: {', '.join(missing[:8])[:500]}. Send a result for each call; that of one that was "
+            "interrupted may say so",
+            param=param,
+        )
+    return in_call_order(messages)

@@ -13,7 +13,7 @@ from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_re
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse, call_wire
-from tidegate.gateway.rendering.messages import in_call_order, text_of, text_of_part
+from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
@@ -88,7 +88,11 @@ def read_prompt(payload: dict[str, Any]) -> TurnRequest:
         )
     tools = _tools(payload)
     return TurnRequest(
-        messages=in_call_order(messages),
+        messages=fields.complete_history(
+            messages,
+            "messages: `tool_use` ids were found without `tool_result` blocks after them",
+            "messages",
+        ),
         sampling=_sampling(payload),
         tools=tools,
         tool_use=_tool_use(payload, tools),

@@ -19,7 +19,6 @@ from tidegate.gateway.dialects.responses_items import (
 )
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
-from tidegate.gateway.rendering.messages import in_call_order
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import RequestedSampling
 from tidegate.gateway.sessions.model_calls import ModelCall
@@ -149,7 +148,7 @@ def _messages(
     messages += [*history, *without_repeated(sent, history)]
     if not messages:
         raise ApiError("input: a text or a list of items is required", param="input")
-    return in_call_order(messages)
+    return fields.complete_history(messages, "input: no tool output found for these function calls", "input")
 
 
 def _previous(payload: dict[str, Any], session: GatewaySession) -> tuple[TurnNode, bool] | None:

@@ -75,6 +75,28 @@ def in_call_order(messages: list[Message]) -> list[Message]:
     return ordered
 
 
+def unanswered_calls(messages: Sequence[Message]) -> list[str]:
+    """Returns the ids of tool calls that have no result before the next reply.
+
+    Consecutive messages of the assistant are one reply. A result without an id answers the first call left.
+    """
+    missing: list[Any] = []
+    pending: list[Any] = []
+    before = None
+    for message in messages:
+        role = _role(message)
+        if role == "assistant":
+            if before != "assistant":
+                missing, pending = missing + pending, []
+            pending += _call_ids(message)
+        elif role == "tool" and pending:
+            answered = message.get("tool_call_id")
+            if answered is None or answered in pending:
+                pending.remove(pending[0] if answered is None else answered)
+        before = role
+    return [str(one) for one in missing + pending]
+
+
 def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, dict) else None
 
