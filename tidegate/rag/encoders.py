@@ -121,6 +121,9 @@ def _load(name: str, device: str, dtype: Dtype) -> SentenceTransformer:
     try:
         import torch
         from sentence_transformers import SentenceTransformer
+        from transformers import PreTrainedModel
+
+        from tidegate.weights.onednn import use_onednn
     except ImportError:
         raise ConfigError(
             f"the encoder {name!r} needs sentence-transformers: {advise_extra('rag')}"
@@ -133,6 +136,9 @@ def _load(name: str, device: str, dtype: Dtype) -> SentenceTransformer:
             f"the encoder {name!r} cannot be loaded: {error}; give a model directory, an id on the hub, or"
             " 'hash'"
         ) from None
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            use_onednn(module)
     return model.eval()
 
 

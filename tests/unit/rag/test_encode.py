@@ -16,6 +16,7 @@ from tidegate.errors import ConfigError, CorpusError
 from tidegate.rag.build import Plan
 from tidegate.rag.encoders import EncoderPrefixes, HashEncoder, known_prefixes, load_encoder, words
 from tidegate.rag.index.searcher import Searcher
+from tidegate.weights.onednn import OneDNNLinear
 
 TEXTS = ["the mayor of Bato", "a much longer text about the harbour, the bridge and the old market", "x"]
 
@@ -71,6 +72,22 @@ def test_instructed_models_and_chinese_ones() -> None:
         assert known_prefixes(name).query.startswith("Instruct: ")
         assert known_prefixes(name).passage == ""
     assert known_prefixes("BAAI/bge-large-zh-v1.5").query.endswith("：")
+
+
+def test_a_model_s_large_layers_compute_by_onednn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_encoder(tmp_path / "tiny", hidden=256)
+    products: list[int] = []
+    forward = OneDNNLinear.forward
+    monkeypatch.setattr(
+        OneDNNLinear, "forward", lambda layer, rows: (products.append(1), forward(layer, rows))[1]
+    )
+    vectors = []
+    for faster in (False, True):
+        monkeypatch.setattr("tidegate.weights.onednn.is_faster", lambda faster=faster: faster)
+        assert not products
+        vectors.append(load_encoder(str(tmp_path / "tiny"), threads=1).passages(TEXTS))
+    assert products
+    np.testing.assert_allclose(*vectors, atol=1e-5)
 
 
 @pytest.mark.slow
