@@ -12,7 +12,7 @@ and the best of `--repeats` of each counts. The model is `tidegate convert smoll
   its caches; it ends with the longest reply. `PYTHON` is the interpreter of vLLM's environment
   (`make test-vllm` makes one); vLLM has its defaults (prefix caching, compiled model) in float32, and gets
   the same requests. Only requested tokens count. A second row has 64 different prompts.
-- `step`: an optimiser step on four groups of 8 with a shared prompt of 40 to 80 tokens and replies of 16,
+- `step`: an optimiser step on four groups of 8 with such a prompt and replies of 16,
   against the plain loop of `step.py`.
 - `memory`: the peak resident memory of an engine with all slots filled to their context and of a trainer
   with a full microbatch, against the plan of `tidegate train --dry-run`.
@@ -59,7 +59,7 @@ SLOTS, CONTEXT = 64, 256
 
 
 class Questions:
-    """Two questions of the words demo in each prompt (50 to 64 tokens), every one different."""
+    """Two questions of the words demo in each prompt (42 to 61 tokens), every one different."""
 
     def __init__(self, model: Path) -> None:
         settings = load_settings(WORDS, [])
@@ -269,9 +269,13 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def memory_settings(model: Path) -> Settings:
+    return load_settings(WORDS, [f"--model.path={model}", "--trainer.microbatch_tokens=1024"])
+
+
 def train_once(model: Path) -> int:
     """Takes two steps on full microbatches of different lengths; prints the peak memory."""
-    settings = load_settings(WORDS, [f"--model.path={model}"])
+    settings = memory_settings(model)
     policy = Policy.load(model, settings.trainer)
     rng = np.random.default_rng(0)
     width = settings.trainer.microbatch_tokens // 16
@@ -286,7 +290,7 @@ def train_once(model: Path) -> int:
 
 
 def memory(model: Path, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Check]]:
-    settings = load_settings(WORDS, [f"--model.path={model}"])
+    settings = memory_settings(model)
     peaks = {"engine": filled_engine(model, settings)}
     command = [sys.executable, __file__, "--train-once", "--model", str(model)]
     trained = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=1800)

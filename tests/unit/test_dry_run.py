@@ -21,7 +21,7 @@ from tidegate.cli import main
 from tidegate.config import Settings, load_settings, saved
 from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
-from tidegate.plan.memory import FLOAT32, check_memory, disk_plan, memory_plan, read_shape, readable
+from tidegate.plan.memory import FLOAT32, PROGRAM, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.trainer.policy.attention import use_repeated_heads
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.lora import Adapter
@@ -184,6 +184,21 @@ def test_engines_that_run_already_take_nothing_here(tmp_path: Path) -> None:
     assert {item.owner for item in own} - {item.owner for item in other} == {"engine"}
     sizes = {item.what: item.size for item in other}
     assert sizes["optimiser"] == 2 * sizes["weights"] == 2 * FLOAT32 * shape.parameters
+
+
+def test_a_process_on_the_cpu_and_the_engines_passes_are_counted(tmp_path: Path) -> None:
+    shape = read_shape(BASE)
+
+    def plan(**sections: object) -> dict[tuple[str, str], int]:
+        items = memory_plan(settings_of(BASE, tmp_path, **sections), shape)
+        return {(item.owner, item.what): item.size for item in items}
+
+    alone = plan(engine={"max_slots": 10})
+    assert alone["engine", "program"] == alone["trainer", "program"] == PROGRAM
+    assert plan(trainer={"ranks": 2})["trainer", "program"] == 2 * PROGRAM
+    assert ("trainer", "program") not in plan(trainer={"device": "cuda"})
+    wider = plan(engine={"max_slots": 20})["engine", "passes"] - alone["engine", "passes"]
+    assert wider == 28 * 10 * shape.vocab
 
 
 def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
   as without LoRA, which is an upper bound.
 - key-value cache: slots · context · L · K · d · 2 · b (keys and values). It grows to this on demand.
 - prefixes: keys and values of earlier sequences, kept up to the engine's bound.
+- passes: in a prefill pass of at most 4,096 tokens, (4h + 3i) · b a token, freed after each layer; and to
+  sample for all slots, 28 B a logit (logits, divided, logprobs in float32; probabilities and their sums in
+  float64).
 - activations kept for the backward pass, a microbatch token and layer, in float32 (pre-norm decoder with a
   gated MLP; counted from what PyTorch keeps): 6h for norms and residuals, 6Hd + 2Kd for queries, keys,
   values and their normalised forms, 4i for the MLP. An estimate, and an upper one where prefixes are
@@ -22,7 +25,9 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
 - logits: of `microbatch_tokens` tokens, at most 2^26 numbers at once, three times (logits, softmax,
   gradient) in float32; on a GPU 2^28, twice.
 
-PyTorch itself needs about 0.3 GB of host memory per process and 0.5 GB per GPU in addition.
+- program: Python, PyTorch and transformers, in a process on the CPU.
+
+PyTorch needs about 0.5 GB per GPU in addition.
 """
 
 from __future__ import annotations
@@ -42,6 +47,10 @@ FLOAT32 = 4
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 IN_BFLOAT16 = 0.7
 """Size of activations computed in bfloat16, relative to float32."""
+PROGRAM = 500 * 10**6
+"""Memory of an engine that has served SmolLM2-135M one request, without its weights; measured on Linux."""
+PASS_TOKENS = 4096
+"""Maximum padded tokens of a prefill pass, as in the engine."""
 LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28
 """Maximum logits computed at once, as in the trainer."""
 
@@ -124,6 +133,10 @@ class Shape:
 
     def kv_bytes(self, slots: int, context: int, dtype: str) -> int:
         return slots * context * self.layers * self.kv_heads * self.head_dim * 2 * BYTES[dtype]
+
+    def pass_bytes(self, tokens: int, dtype: str) -> int:
+        """Returns the bytes of one layer's values in a pass without gradient."""
+        return tokens * (4 * self.hidden + 3 * self.intermediate) * BYTES[dtype]
 
     def activation_bytes(
         self, tokens: int, dtype: str = "float32", *, recomputed: bool = False, on_gpu: bool = False
@@ -260,6 +273,13 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                     device, "engine", "prefixes", "maximum, for earlier sequences",
                     engine.prefix_cache_mb * 2**20,
                 ),
+                Item(
+                    device, "engine", "passes",
+                    f"estimate for {PASS_TOKENS:,} tokens, and {engine.max_slots} × {shape.vocab:,} logits",
+                    shape.pass_bytes(PASS_TOKENS, engine.weights_dtype)
+                    + 28 * engine.max_slots * shape.vocab,
+                ),
+                *_program(device, "engine"),
             ]  # fmt: skip
     return items + _trainer_plan(trainer, shape)
 
@@ -335,7 +355,14 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
             device, "trainer", "logits", f"estimate for {tokens:,} tokens per microbatch{each}",
             passes * shape.logit_bytes(tokens, on_gpu=trainer.device != "cpu"),
         ),
+        *_program(device, "trainer", passes),
     ]  # fmt: skip
+
+
+def _program(device: str, owner: str, processes: int = 1) -> list[Item]:
+    """Returns the memory of Python and torch; none on a GPU."""
+    how = "Python and PyTorch" + (f" in each of {processes} processes" if processes > 1 else "")
+    return [Item(device, owner, "program", how, processes * PROGRAM)] if device == "cpu" else []
 
 
 def _activations(trainer: TrainerSettings, shape: Shape, device: str, passes: int, each: str) -> Item:
