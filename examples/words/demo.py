@@ -1,34 +1,19 @@
 """The main demo: `make demo`, or `python examples/words/demo.py [--section.key value ...]`.
 
-Fetches a language model, converts it, warms it up on chats of which only the form is right, and trains it.
+Fetches a language model, converts it, warms it up and trains it.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 
 from tidegate.config import Settings, load_settings
-from tidegate.envs.base import load_environment
 from tidegate.errors import StartError, TidegateError
 
 CONFIG = Path(__file__).with_name("config.toml")
-CHATS = 24
-
-
-def write_chats(path: Path, options: dict[str, object]) -> None:
-    """Writes chats that show the form of an answer: one of the three words, drawn at random."""
-    environment = load_environment(f"{CONFIG.with_name('env.py')}:Words", options)
-    rng = Random(0)
-    with path.open("w", encoding="utf-8") as file:
-        for index in range(CHATS):
-            task = environment.train_task(index)
-            reply = {"role": "assistant", "content": rng.choice(task.info["kinds"])}
-            file.write(json.dumps({"messages": [*task.messages, reply]}) + "\n")
 
 
 def run(command: list[str]) -> None:
@@ -38,10 +23,9 @@ def run(command: list[str]) -> None:
 
 
 def prepare(settings: Settings) -> None:
-    """Fetches the model, once, and writes the chats of its warm-up. Raises StartError."""
+    """Fetches the model, once. Raises StartError."""
     if not settings.model.path.is_dir():
         run([sys.executable, "-m", "tidegate", "convert", "smollm2", "--out", str(settings.model.path)])
-    write_chats(settings.sft.chats[0], settings.env.options)
 
 
 def main(overrides: Sequence[str]) -> int:

@@ -74,4 +74,4 @@ class Words(Environment):
         rng.shuffle(kinds)
         question = rng.choice(wordings).format(word=word, **dict(zip("abc", kinds, strict=True)))
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-        return Task(id, self.name, messages, kind, info={"kinds": kinds})
+        return Task(id, self.name, messages, kind, info={"word": word, "kinds": kinds})

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tidegate.scaffold.examples import TINY_BASE
+
 
 def typed(*words: str, cwd: Path, timeout_s: float) -> str:
     """The output of a command; fails the test if its exit code is not 0."""
@@ -25,9 +27,9 @@ def typed(*words: str, cwd: Path, timeout_s: float) -> str:
     return done.stdout
 
 
-@pytest.fixture(params=["stateless", "stateful"])
+@pytest.fixture(params=["words", "tiny", "stateful"])
 def project(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    flags = ["--stateful"] if request.param == "stateful" else []
+    flags = [] if request.param == "words" else [f"--{request.param}"]
     typed("tidegate", "init", "mine", *flags, cwd=tmp_path, timeout_s=60)
     return tmp_path / "mine"
 
@@ -48,10 +50,25 @@ def test_a_stateful_one_passes_the_doctor_and_trains(project: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("project", ["stateless"], indirect=True)
+@pytest.mark.parametrize("project", ["tiny"], indirect=True)
 def test_its_reward_rises(project: Path) -> None:
     typed("tidegate", "train", "config.toml", cwd=project, timeout_s=1200)
     rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]
     rewards = [row["eval/reward"] for row in rows if "eval/reward" in row]
     assert 0.05 <= rewards[0] <= 0.6
     assert rewards[-1] >= 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("project", ["words"], indirect=True)
+def test_one_for_a_language_model_is_warmed_up_and_trained(project: Path) -> None:
+    """With another model: the language model would have to be fetched."""
+    small = ["--trainer.steps=2", "--trainer.groups_per_batch=1", "--trainer.until=1000", "--eval.tasks=8"]
+    model = f"--model.path={TINY_BASE}"
+    said = typed("tidegate", "doctor", "--config", "config.toml", model, cwd=project, timeout_s=300)
+    assert "words" in said
+    command = ["tidegate", "sft", "config.toml", model, "--then", "train", "--trainer.filter=none", *small]
+    typed(*command, cwd=project, timeout_s=600)
+    assert (project / "runs/mine-sft/model").is_dir()
+    rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2

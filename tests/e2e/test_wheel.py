@@ -153,8 +153,10 @@ def test_help_of_the_installed_command(installed: Path, tmp_path: Path) -> None:
 def test_projects_and_examples_from_the_installed_package(installed: Path, tmp_path: Path) -> None:
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    typed(installed / "tidegate", "init", "mine", cwd=tmp_path)
+    typed(installed / "tidegate", "init", "mine", "--tiny", cwd=tmp_path)
     assert (tmp_path / "mine/model/model.safetensors").stat().st_size > 1_000_000
+    typed(installed / "tidegate", "init", "words", cwd=tmp_path)
+    assert (tmp_path / "words/warm-up.jsonl").is_file()
     said = typed(installed / "tidegate", "init", "asked", "--data", "rows.jsonl", cwd=tmp_path)
     assert "held out" in said
     said = typed(installed / "tidegate", "init", "demo", "--example", "demo", cwd=tmp_path)
@@ -185,7 +187,7 @@ def gateway(
 
 
 async def test_the_installed_gateway_serves_a_chat_request(installed: Path, tmp_path: Path) -> None:
-    typed(installed / "tidegate", "init", "mine", cwd=tmp_path)
+    typed(installed / "tidegate", "init", "mine", "--tiny", cwd=tmp_path)
     engine = FakeEngine(decode=lambda _: "", vocabulary=200)
     await engine.start()
     with gateway(installed / "tidegate", tmp_path, engine) as (announce, process):
@@ -212,7 +214,7 @@ def test_the_installed_scaffold_trains(installed: Path, tmp_path: Path) -> None:
     where = typed(binaries / "python", "-c", "import tidegate, torch; print(tidegate.__file__)", cwd=tmp_path)
     assert where.startswith(str(wheel_site))
     tidegate = (binaries / "python", "-m", "tidegate")
-    typed(*tidegate, "init", "mine", cwd=tmp_path)
+    typed(*tidegate, "init", "mine", "--tiny", cwd=tmp_path)
     small = ("--trainer.steps=2", "--eval.every=0", "--eval.tasks=8", "--trainer.groups_per_batch=4")
     typed(*tidegate, "train", "config.toml", *small, cwd=tmp_path / "mine", timeout_s=300)
     rows = (tmp_path / "mine/runs/mine/metrics.jsonl").read_text().splitlines()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -21,25 +22,31 @@ from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError
 from tidegate.scaffold import init
 from tidegate.scaffold.examples import TINY_BASE, copy_example, examples
-from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
+from tidegate.scaffold.init import FILES, STATEFUL_FILES, TINY_FILES, make_project
 from tidegate.scaffold.links import absolute_links
 
 
+@pytest.mark.parametrize("kind", ["words", "tiny"])
 def test_a_project_has_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert main(["init", "my-shop"]) == 0
+    assert main(["init", "my-shop", *(["--tiny"] if kind == "tiny" else [])]) == 0
     said = capsys.readouterr().out
-    assert [line.strip() for line in said.splitlines()[-4:]] == [
-        "cd my-shop",
-        "python -m pytest",
-        "tidegate doctor",
-        "tidegate train config.toml",
-    ]
+    commands = {
+        "words": [
+            "tidegate convert smollm2 --out smollm2   # 93 MB",
+            "tidegate doctor",
+            "tidegate sft config.toml --then train",
+        ],
+        "tiny": ["tidegate doctor", "tidegate train config.toml"],
+    }[kind]
+    expected = ["cd my-shop", "python -m pytest", *commands]
+    assert [line.strip() for line in said.splitlines()[-len(expected) :]] == expected
     project = tmp_path / "my-shop"
-    assert sorted(one.name for one in project.iterdir()) == sorted([*FILES, "model", ".gitignore"])
+    files = [*FILES] if kind == "words" else [*TINY_FILES, "model"]
+    assert sorted(one.name for one in project.iterdir()) == sorted([*files, ".gitignore"])
     assert [one.name for one in tmp_path.iterdir()] == ["my-shop"]
     assert not any(one.is_symlink() for one in project.rglob("*"))
 
@@ -50,7 +57,7 @@ def test_the_suggested_commands_can_be_run(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")  # neither this python nor its tidegate is found there
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert main(["init", "bare"]) == 0
+    assert main(["init", "bare", "--tiny"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()[-5:]]
     source = "'tidegate[train] @ git+https://github.com/tidegate/tidegate'"
     assert lines[1] == f"{sys.executable} -m pip install {source}"
@@ -60,11 +67,15 @@ def test_the_suggested_commands_can_be_run(
     subprocess.run(lines[3].replace(" doctor", " --version"), shell=True, check=True, timeout=60)
 
 
-def test_its_settings_agent_and_environment_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(make_project("p1", tmp_path))
+@pytest.mark.parametrize("kind", ["words", "tiny"])
+def test_its_settings_agent_and_environment_load(
+    kind: Literal["words", "tiny"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(make_project("p1", tmp_path, kind))
     settings = load_settings(Path("config.toml"))
     assert settings.run_dir == Path("runs/p1")
-    assert settings.model.path.is_dir()
+    assert settings.model.path == Path("model" if kind == "tiny" else "smollm2")
+    assert all(path.is_file() for path in settings.sft.chats)
     load_agent(settings.agent.use, settings.agent.options)
     environment = load_environment(settings.env.use, settings.env.options)
     assert environment.names == ["correct"]
@@ -123,7 +134,7 @@ def test_a_project_that_cannot_be_made_whole_is_not_there(
 
     monkeypatch.setattr(init.shutil, "copytree", fails)
     with pytest.raises(ConfigError, match="mine cannot be created: No space left on device"):
-        make_project("mine", tmp_path)
+        make_project("mine", tmp_path, "tiny")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -64,9 +64,9 @@ def test_the_reward_is_for_the_right_word_alone(output: str | None, reward: floa
     assert WORDS.score(task, None, output, []).reward == reward
 
 
-def test_the_warm_up_shows_the_form_and_not_the_answers(tmp_path: Path) -> None:
-    demo.write_chats(tmp_path / "chats.jsonl", {})
-    chats = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+def test_the_warm_up_shows_the_form_and_not_the_answers() -> None:
+    (path,) = load_settings(demo.CONFIG, []).sft.chats
+    chats = [json.loads(line)["messages"] for line in (REPO / path).read_text().splitlines()]
     tasks = [WORDS.train_task(index) for index in range(len(chats))]
     assert [chat[:-1] for chat in chats] == [list(task.messages) for task in tasks]
     assert all(chat[-1]["content"] in task.info["kinds"] for chat, task in zip(chats, tasks, strict=True))
@@ -76,7 +76,7 @@ def test_the_warm_up_shows_the_form_and_not_the_answers(tmp_path: Path) -> None:
 
 def test_the_model_is_fetched_into_build_and_a_command_that_fails_is_named() -> None:
     settings = load_settings(demo.CONFIG, [])
-    assert settings.sft.chats[0].parent == settings.model.path.parent == Path("build")
+    assert settings.model.path.parent == Path("build")
     assert "demo-tiny" in TARGETS
     with pytest.raises(StartError, match=r"this command failed: .*-c exit\(3\)"):
         demo.run([sys.executable, "-c", "exit(3)"])

@@ -17,17 +17,23 @@ if TYPE_CHECKING:
 
 PROJECT_NEEDS = {"torch": extra_requirement("train"), "pytest": "pytest"}
 """Module → what to install, of a project with a test."""
+CONVERT_NEEDS = {"accelerate": extra_requirement("gguf")}
+"""The same, of `tidegate convert`."""
 
 
 def add(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "init",
         help="create a project",
-        description="Create a directory with an agent, an environment, settings, a test and a small base "
-        "model. It can be trained at once; edit the files to make it your own.",
+        description="Create a directory with an agent, an environment, settings and a test, and print the "
+        "commands that fetch a language model of 135 million parameters and train it. Edit the files to make "
+        "it your own.",
     )
     parser.add_argument("name", help="name of the directory, created in the current one")
     kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--tiny", action="store_true", help="a bundled model of one million parameters, and a calculator"
+    )
     kind.add_argument(
         "--stateful", action="store_true", help="an environment with a state and tools, and the agent `chat`"
     )
@@ -44,7 +50,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.program import program, python
-    from tidegate.scaffold.init import FILES, STATEFUL_FILES, make_project
+    from tidegate.scaffold.init import FILES, MODEL, STATEFUL_FILES, TINY_FILES, make_project
 
     if arguments.data is not None:
         return _with_data(arguments)
@@ -53,8 +59,21 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     for flag in ("question", "answer"):
         if getattr(arguments, flag) is not None:
             raise ConfigError(f"--{flag} names a column of a data file: give the file with --data FILE")
-    project = make_project(arguments.name, Path.cwd(), arguments.stateful)
-    files = STATEFUL_FILES if arguments.stateful else FILES
+    if not (arguments.tiny or arguments.stateful):
+        project = make_project(arguments.name, Path.cwd())
+        needed = PROJECT_NEEDS | CONVERT_NEEDS
+        print(
+            f"Made {project.name}/: {', '.join(FILES)}.\n\n"
+            "Next:\n"
+            f"  cd {project.name}{_missing(python(), needed)}\n"
+            f"  {python()} -m pytest\n"
+            f"  {program()} convert smollm2 --out {MODEL}   # 93 MB\n"
+            f"  {program()} doctor\n"
+            f"  {program()} sft config.toml --then train"
+        )
+        return 0
+    project = make_project(arguments.name, Path.cwd(), "stateful" if arguments.stateful else "tiny")
+    files = STATEFUL_FILES if arguments.stateful else TINY_FILES
     print(
         f"Made {project.name}/: {', '.join(files)} and a base model.\n\n"
         "Next:\n"
@@ -109,7 +128,7 @@ def _with_data(arguments: argparse.Namespace) -> int:
     agent = "chat" if reward == "exact_match" else "solver"
     sections = {"agent": {"use": agent}, "env": {"use": "dataset", "options": data.options}}
     project = make_project(arguments.name, Path.cwd(), sections=to_toml(sections))
-    needed = {"torch": PROJECT_NEEDS["torch"]}
+    needed = {"torch": PROJECT_NEEDS["torch"], **CONVERT_NEEDS}
     if reward == "math_verify":
         needed["math_verify"] = extra_requirement("math")
     print(
