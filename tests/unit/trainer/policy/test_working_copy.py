@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.unit.trainer.learning_fixtures import make_group, make_model, make_ro
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.huggingface import read_model
-from tidegate.trainer.policy import forward
+from tidegate.trainer.policy import forward, head
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.policy.ranks import Ranks
@@ -104,11 +105,13 @@ def test_a_resumed_run_has_the_parameters_in_float32(base: Path, tmp_path: Path)
     assert all(torch.equal(one, resumed.weights()[name]) for name, one in policy.weights().items())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_compiled_layers_give_the_same_gradients(
     base: Path, monkeypatch: pytest.MonkeyPatch, activation_checkpointing: bool
 ) -> None:
+    backend = "aot_eager"  # graphs as in production, which the compiler for C++ takes minutes to compile
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    head._compiled.cache_clear()
     monkeypatch.setattr(forward, "LOGITS_AT_ONCE_ON_GPU", 600)  # in pieces
     rows, found = on_policy(base), []
     for compile_ in (False, True):
@@ -117,4 +120,5 @@ def test_compiled_layers_give_the_same_gradients(
         policy.backward(rows, version=3)
         policy.backward(rows[:3], version=3)  # of another size
         found.append([one.grad for one in policy.model.parameters()])
+    head._compiled.cache_clear()
     assert apart(*found) < 0.02  # compiled operations round less often
