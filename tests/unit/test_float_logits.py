@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.tiny import make_tiny_model
+from tidegate.engine.model.model import Model
 from tidegate.weights.float_logits import float_logits, use_float_logits
 
 
@@ -40,3 +41,9 @@ def test_a_model_in_bfloat16_returns_logits_that_are_not_rounded(tmp_path: Path,
     assert (rounded.dtype, logits.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(logits.bfloat16(), rounded), "no other numbers, but all their digits"
     assert not torch.equal(logits, rounded.float())
+
+
+def test_an_engine_on_a_cpu_does_not_use_them(tmp_path: Path) -> None:
+    """Products in float32 of a head in bfloat16 cost a copy of the head for each token there."""
+    model = Model(make_tiny_model(tmp_path / "base").bfloat16(), 2, 64)
+    assert "forward" not in vars(model.hf_model.get_output_embeddings())

@@ -1,4 +1,4 @@
-"""A run's error messages when the operating system refuses an operation."""
+"""A run's messages: errors when the operating system refuses an operation, and lost feedback at a resume."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tidegate.config import load_settings
 from tidegate.errors import StorageError, TidegateError
 from tidegate.observer import Silent
+from tidegate.trainer import run as run_module
 from tidegate.trainer.run import Run
 
 
@@ -70,3 +72,32 @@ async def test_files_that_cannot_be_had_are_said_with_their_place(
     found = await said(tmp_path, monkeypatch, OSError(number, os.strerror(number), file))
     assert isinstance(found, StorageError)
     assert words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("source", "lost", "noted"),
+    [("client", "3 of 4", True), ("client", None, False), ("local", "3 of 4", False)],
+)
+async def test_a_resumed_run_notes_the_feedback_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, lost: str | None, noted: bool
+) -> None:
+    words = ["--model.path=x", f"--run.dir={tmp_path}", "--run.name=run", f"--agent.source={source}"]
+    settings = load_settings(None, [*words, *(["--gateway.keys=keys"] if source == "client" else [])])
+    monkeypatch.setattr(run_module, "audit_run", lambda _: None)
+    monkeypatch.setattr(run_module, "summary", lambda _: "audited")
+    monkeypatch.setattr(run_module, "requested_lifts", lambda _: set())
+    seen: list[str] = []
+    observer = Silent()
+    monkeypatch.setattr(observer, "note", seen.append)
+    asked: list[tuple[int, int]] = []
+    resumed = SimpleNamespace(
+        continued=0, stale=[], cancelled=[], admission=SimpleNamespace(quarantined=set()),
+        lost_feedback=lambda step, every: asked.append((step, every)) or lost,
+    )  # fmt: skip
+    start = SimpleNamespace(step=5, version=6)
+    run = Run(settings, cast(Any, None), observer)
+    monkeypatch.setattr(run, "start", start, raising=False)
+    await run._report_resume(cast(Any, resumed), "")
+    assert (lost in seen) is noted
+    if source == "client":
+        assert asked == [(5, settings.trainer.checkpoint_every)]

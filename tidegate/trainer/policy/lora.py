@@ -6,7 +6,7 @@ Low-Rank Adaptation of Large Language Models, 2021).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ class Adapter:
         config = peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            target_modules=settings.targets or "all-linear",
+            target_modules=_linear_layers(model, settings.targets),
         )
         try:
             peft.inject_adapter_in_model(config, model)
@@ -85,6 +85,25 @@ def base_name(name: str) -> str:
     if is_adapter(name):
         return name.removesuffix(DOWN).removesuffix(UP) + ".weight"
     return name.replace(BASE, ".")
+
+
+def _linear_layers(model: Any, targets: Sequence[str]) -> list[str]:
+    """Return the full names of the linear layers that get an adapter.
+
+    By the ends of names, peft would also adapt experts of one tensor, whose adapters are not merged.
+    """
+    head = model.get_output_embeddings()
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    if not targets:
+        return [name for name, layer in layers.items() if layer is not head]
+    found = {end: [name for name in layers if f".{name}".endswith(f".{end}")] for end in targets}
+    if missing := [end for end, names in found.items() if not names]:
+        ends = sorted({name.rpartition(".")[2] for name in layers})
+        raise StartError(
+            f"trainer.lora.targets: the model has no linear layer {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(ends)}"
+        )
+    return sorted({name for names in found.values() for name in names})
 
 
 def _check_mergeable(model: Any) -> None:

@@ -15,6 +15,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError
+from tidegate.plan.memory import read_shape
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.policy.policy import Policy
@@ -183,7 +184,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(base: Path) -> None:
     ("targets", "said"),
     [
         (["q_porj"], "q_porj"),
-        (["embed_tokens"], "embed_tokens.* does not belong to a linear layer"),
+        (["embed_tokens"], "no linear layer 'embed_tokens'; it has down_proj, gate_proj"),
         (["lm_head"], "lm_head shares its weight with another layer"),
     ],
 )
@@ -206,3 +207,24 @@ def test_what_is_missing_is_named(base: Path, monkeypatch: pytest.MonkeyPatch) -
         load(base)
     with pytest.raises(ValueError, match="targets has no effect without LoRA"):
         TrainerSettings(lora={"targets": ["q_proj"]})
+
+
+@pytest.mark.parametrize(("family", "targets"), [("qwen3", []), ("qwen3", ["up_proj"]), ("qwen3_moe", [])])
+def test_the_memory_plan_counts_the_parameters_of_the_adapter(
+    tmp_path: Path, family: str, targets: list[str]
+) -> None:
+    make_tiny_model(tmp_path / "base", vocab=640, hidden=32, family=family)
+    policy = load(tmp_path / "base", lora={"rank": 4, "targets": targets})
+    number = sum(one.numel() for one in policy.model.parameters() if one.requires_grad)
+    assert read_shape(tmp_path / "base").adapter(4, targets) == number > 0
+
+
+def test_experts_of_one_tensor_get_no_adapter(tmp_path: Path) -> None:
+    """peft would adapt them, under names and by products that are not those of a merged linear layer."""
+    base = tmp_path / "base"
+    make_tiny_model(base, vocab=640, hidden=32, family="qwen3_moe")
+    plain = Policy.load(base, TrainerSettings()).weights()
+    changed = apart(trained(base).weights(), plain)
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    with pytest.raises(StartError, match="no linear layer 'up_proj'; it has k_proj, "):
+        load(base, lora={"rank": 4, "targets": ["q_proj", "up_proj"]})
