@@ -297,3 +297,10 @@ def test_what_makes_no_sense_is_refused_by_name(
 ) -> None:
     assert main(["simulate", *words]) == ConfigError.exit_code
     assert said in capsys.readouterr().err
+
+
+def test_a_run_that_is_given_as_a_scenario_is_answered_with_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", str(tmp_path)]) == 2
+    assert f"for a run, tidegate simulate --from {tmp_path}" in capsys.readouterr().err

@@ -123,6 +123,8 @@ def _scenario(arguments: argparse.Namespace, rest: list[str]) -> Scenario:
     from tidegate.simulation.scenario import Scenario
 
     file, overrides = split_file(rest)
+    if file is not None and file.is_dir():
+        raise ConfigError(f"{file} is a directory: for a run, tidegate simulate --from {file}")
     if arguments.run_dir is None:
         return load(Scenario, file, overrides)
     if file is not None:
