@@ -127,6 +127,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     parser.add_argument("--encoder", type=Path, default=Path("build/minilm"), help="directory of the encoder")
     arguments = parser.parse_args()
+    arguments.encoder = arguments.encoder.resolve()  # the servers have another working directory
     if not arguments.encoder.is_dir():
         convert = [sys.executable, "-m", "tidegate", "convert", "minilm", "--out", str(arguments.encoder)]
         subprocess.run(convert, check=True)
