@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +161,84 @@ def test_what_goes_wrong_on_a_cluster_is_said(cluster: RayCluster) -> None:
             sentence = refused.output().splitlines()[-1]
             assert sentence.startswith("tidegate: --cluster")
             assert "RAY_AUTH_TOKEN or ~/.ray/auth_token, as on its nodes" in sentence
+
+
+def test_clients_without_keys_cannot_disturb_a_run(cluster: RayCluster) -> None:
+    """They reach every port of the run's processes on the nodes' addresses."""
+    run_dir = cluster.runs / "attacked"
+    arguments = ["--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", *SEATS]
+    with training(run_dir, *arguments, environment=cluster.environment) as run:
+        run.until_step(1)
+        doors = {door for pid in cluster.tidegates() for door in listening(pid, node_of(cluster, pid))}
+        served = {door: statuses(door) for door in doors}
+        for door in doors:
+            send(door, os.urandom(2**16))
+            send(door, b"\0" * 2**16)
+        lost_at = metrics(run_dir)[-1]["step"]
+        run.until_step(lost_at + 3)
+        run.interrupt()
+        assert run.wait(60) == 130, run.output()
+    gateway_and_engine = [door for door, found in served.items() if 401 in found]
+    assert len(gateway_and_engine) >= 2, served
+    assert not [(door, found) for door, found in served.items() if any(200 <= one < 300 for one in found)]
+    assert " was lost" not in run.output()
+    assert held(run_dir).groups["failed"] == 0
+    assert nothing_left(cluster, "attacked")
+
+
+REQUESTS = [
+    ("GET", "/sessions"), ("GET", "/groups"), ("POST", "/groups/lease"), ("POST", "/attempts/next"),
+    ("POST", "/v1/chat/completions"), ("POST", "/generate"), ("POST", "/pause_generation"),
+    ("POST", "/update_weights_from_disk"), ("POST", "/score"), ("POST", "/states"), ("POST", "/tools/call"),
+]  # fmt: skip
+
+
+def listening(pid: int, node: str) -> set[tuple[str, int]]:
+    """The addresses other than loopback on which a process listens, in its own network."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes:
+                continue
+            if not address.strip("0"):  # on all addresses
+                found.add((node, int(port, 16)))
+            elif name == "tcp" and not (host := socket.inet_ntoa(bytes.fromhex(address)[::-1])).startswith(
+                "127."
+            ):
+                found.add((host, int(port, 16)))
+    return found
+
+
+def node_of(cluster: RayCluster, pid: int) -> str:
+    """The address of the node on which a process runs."""
+    own, other = (os.readlink(f"/proc/{one}/ns/net") for one in ("self", pid))
+    return cluster.network.address(1 if own == other else 2)
+
+
+def statuses(door: tuple[str, int]) -> list[int]:
+    """The status of each request without a key; empty if the server speaks no HTTP."""
+    found = []
+    for method, path in REQUESTS:
+        body = b"{}" if method == "POST" else b""
+        head = f"{method} {path} HTTP/1.1\r\nhost: {door[0]}\r\ncontent-type: application/json\r\n"
+        said = send(door, f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        answer = re.match(rb"HTTP/1\.\d (\d{3})", said)
+        if answer is None:
+            break
+        found.append(int(answer[1]))
+    return found
+
+
+def send(door: tuple[str, int], data: bytes) -> bytes:
+    """Sends bytes on a connection of their own; returns the beginning of the answer."""
+    with contextlib.suppress(OSError), socket.create_connection(door, timeout=10) as connection:
+        connection.settimeout(2)
+        connection.sendall(data)
+        return connection.recv(4096)
+    return b""

@@ -170,5 +170,8 @@ def test_weights_are_sent_and_written_in_the_engines_number_type(monkeypatch: py
         }
     )
     training_module.Training._publisher(run, MagicMock())
-    assert made["WeightBroadcaster"].call_args.args[0].keywords == {"as_files": "bfloat16"}
+    assert made["WeightBroadcaster"].call_args.args[0].keywords == {
+        "as_files": "bfloat16",
+        "on_device": False,
+    }
     assert made["VersionWriter"].call_args.args[3] == "bfloat16"

@@ -36,6 +36,9 @@ class SeparateRank(FSDPRanks):
         Ranks.__init__(self, settings)
         self.rank, self.count, self._call = rank, settings.ranks, call
 
+    read_model = Ranks.read_model
+    agree = Ranks.agree
+    outline = Ranks.outline
     shard_model = Ranks.shard_model
     gather = Ranks.gather
     sum = Ranks.sum
