@@ -78,9 +78,10 @@ def find_object(use: str, builtin: Mapping[str, str], what: str) -> tuple[str, s
     if not colon and use.endswith(".py"):
         raise ConfigError(f"the {what} {use!r} is a file: name the object in it, as '{use}:Name'")
     if not colon:
+        known = f"built in are {', '.join(builtin)}, and " if builtin else ""
         raise ConfigError(
             f"there is no {what} {use!r}{did_you_mean(use, builtin)}; "
-            f"built in are {', '.join(builtin)}, and your own are 'file.py:Name' or 'module:Name'"
+            f"{known}your own are 'file.py:Name' or 'module:Name'"
         )
     if where.endswith(".py") and not Path(where).is_file():
         raise ConfigError(

@@ -63,11 +63,25 @@ def test_its_reward_rises(project: Path) -> None:
 @pytest.mark.parametrize("project", ["words"], indirect=True)
 def test_one_for_a_language_model_is_warmed_up_and_trained(project: Path) -> None:
     """With another model: the language model would have to be fetched."""
-    small = ["--trainer.steps=2", "--trainer.groups_per_batch=1", "--trainer.until=1000", "--eval.tasks=8"]
+    small = [
+        "--trainer.steps=2",
+        "--trainer.groups_per_batch=1",
+        "--trainer.until=1000",
+        "--eval.every=1",
+        "--eval.tasks=8",
+    ]
     model = f"--model.path={TINY_BASE}"
-    said = typed("tidegate", "doctor", "--config", "config.toml", model, cwd=project, timeout_s=300)
-    assert "words" in said
-    command = ["tidegate", "sft", "config.toml", model, "--then", "train", "--trainer.filter=none", *small]
+    assert "env.py:Words" in typed("tidegate", "doctor", model, cwd=project, timeout_s=300)
+    command = [
+        "tidegate",
+        "sft",
+        "config.toml",
+        model,
+        "--then",
+        "train",
+        "--trainer.dynamic_sampling=false",
+        *small,
+    ]
     typed(*command, cwd=project, timeout_s=600)
     assert (project / "runs/mine-sft/model").is_dir()
     rows = [json.loads(line) for line in (project / "runs/mine/metrics.jsonl").read_text().splitlines()]

@@ -321,6 +321,7 @@ def test_the_content_of_the_run_directory_is_reported(
         ("--agent.use={}/null.py:f", "null.py"),
         ("--agent.use={}/coded.py:f", "coded.py: SyntaxError: unknown encoding: klingon"),
         ("--trainer.filter={}/good.py:kep", "good.py has no filter 'kep'; did you mean 'keep'?"),
+        ("--trainer.filter=none", "there is no filter 'none'; your own are 'file.py:Name'"),
         (
             "--agent.source=client --gateway.keys=k --gateway.redact={}/good.py:reda",
             "good.py has no redaction 'reda'",
