@@ -117,10 +117,40 @@ class RayCluster:
         )
         return found
 
+    def doors(self) -> set[tuple[str, int]]:
+        """The addresses, other than loopback, on which processes of runs listen."""
+        own, found = os.readlink("/proc/self/ns/net"), set()
+        for pid in self.tidegates():
+            is_near = os.readlink(f"/proc/{pid}/ns/net") == own
+            found |= _listening(pid, self.network.address(1 if is_near else 2))
+        return found
+
     def owners(self, words: str) -> list[int]:
         """Pids of the actors whose processes' command lines contain `words`."""
         parents = {pid: parent for pid, parent, _ in _table()}
         return [parents[pid] for pid, command in self.processes().items() if words in " ".join(command)]
+
+
+def _listening(pid: int, node: str) -> set[tuple[str, int]]:
+    """The addresses other than loopback on which a process of a node listens, in its own network."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, port = fields[1].split(":")
+            if fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes:
+                continue
+            if not address.strip("0"):  # on all addresses
+                found.add((node, int(port, 16)))
+            elif name == "tcp" and not (host := socket.inet_ntoa(bytes.fromhex(address)[::-1])).startswith(
+                "127."
+            ):
+                found.add((host, int(port, 16)))
+    return found
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -169,7 +168,7 @@ def test_clients_without_keys_cannot_disturb_a_run(cluster: RayCluster) -> None:
     arguments = ["--cluster", cluster.address, "--trainer.steps=1000", "--trainer.ranks=2", *SEATS]
     with training(run_dir, *arguments, environment=cluster.environment) as run:
         run.until_step(1)
-        doors = {door for pid in cluster.tidegates() for door in listening(pid, node_of(cluster, pid))}
+        doors = cluster.doors()
         served = {door: statuses(door) for door in doors}
         for door in doors:
             send(door, os.urandom(2**16))
@@ -191,34 +190,6 @@ REQUESTS = [
     ("POST", "/v1/chat/completions"), ("POST", "/generate"), ("POST", "/pause_generation"),
     ("POST", "/update_weights_from_disk"), ("POST", "/score"), ("POST", "/states"), ("POST", "/tools/call"),
 ]  # fmt: skip
-
-
-def listening(pid: int, node: str) -> set[tuple[str, int]]:
-    """The addresses other than loopback on which a process listens, in its own network."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(link))
-    found = set()
-    for name in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            fields = line.split()
-            address, port = fields[1].split(":")
-            if fields[3] != "0A" or f"socket:[{fields[9]}]" not in inodes:
-                continue
-            if not address.strip("0"):  # on all addresses
-                found.add((node, int(port, 16)))
-            elif name == "tcp" and not (host := socket.inet_ntoa(bytes.fromhex(address)[::-1])).startswith(
-                "127."
-            ):
-                found.add((host, int(port, 16)))
-    return found
-
-
-def node_of(cluster: RayCluster, pid: int) -> str:
-    """The address of the node on which a process runs."""
-    own, other = (os.readlink(f"/proc/{one}/ns/net") for one in ("self", pid))
-    return cluster.network.address(1 if own == other else 2)
 
 
 def statuses(door: tuple[str, int]) -> list[int]:
