@@ -212,23 +212,26 @@ class Batcher:
         known = admission.groups.get(group.id)
         if known is None and group.client is not None:
             refusal = admission.accept(group)
-            if refusal is None:  # from now on it may be withdrawn
-                self._groups[group.id] = group
-            await self.offered(group, refusal)
             if refusal is not None:
+                await self.offered(group, refusal)
                 await self.gateway.ack(admission.epoch, group.lease_id, REFUSED, refusal)
                 return False
             self.accepted_episodes += len(group.trajectories)
             self.accepted_tokens += sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
-            return group.id in self._groups
-        if known is None:  # never issued, or ended during the lease call
+        elif known is None:  # never issued, or ended during the lease call
             await self.gateway.ack(admission.epoch, group.lease_id, UNKNOWN)
             return False
-        answer = self.answer(known)
-        for trajectory in group.trajectories:
-            trajectory.answer = answer
-        admission.lease(group.id, group.oldest_version(), group.newest_version(), group.solved())
-        return True
+        else:
+            answer = self.answer(known)
+            for trajectory in group.trajectories:
+                trajectory.answer = answer
+            admission.lease(group.id, group.oldest_version(), group.newest_version(), group.solved())
+        if group.client is None:
+            return True
+        self._groups[group.id] = group  # from now on it may be withdrawn
+        # Also of a group that is known: a trainer that was killed between the ledger's entry and this line.
+        await self.offered(group, None)
+        return group.id in self._groups
 
     async def _drop(
         self, group_id: str, state: State, *, save: bool = True, why: str | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -19,6 +20,7 @@ from tidegate.errors import TrainingError
 from tidegate.observer import Observer
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.admission.state import Phase
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.batch.group_filter import GroupFilter
@@ -257,6 +259,23 @@ async def test_a_clients_group_may_be_withdrawn_while_its_line_is_written(tmp_pa
     assert ("lease-me.1", "filtered") in gateway.acked
     ends = [one["state"] for one in book if one["id"] == "me.1" and one["event"] == "ended"]
     assert ends == ["filtered"]
+
+
+async def test_a_clients_group_whose_line_a_crash_prevented_has_it_after_the_resume(tmp_path: Path) -> None:
+    batches, gateway, _ = gathered([], dynamic_sampling=True)
+    group = Group("me.1", "conversation", [_episode("me.1", slot, float(slot)) for slot in range(2)], "lease")
+    for one in group.trajectories:
+        one.client = "me"
+    batches.admission.accept(group)  # and then the trainer was killed
+    past = batches.admission.groups["me.1"]
+    resumed, _, _ = gathered([], dynamic_sampling=True)
+    resumed.admission.resume_group(replace(past, phase=Phase.READY))
+    resumed.offered = AsyncMock(wraps=lambda *line: ClientLog(tmp_path).offered(*line))
+    gateway.lease = AsyncMock(return_value=[group])  # type: ignore[method-assign]
+    resumed.gateway = cast(Any, gateway)
+    assert await resumed.next_batch(interrupted=lambda: bool(resumed.offered.await_count)) is None
+    assert b'"group":"me.1","client":"me","state":"taken"' in (tmp_path / "clients.jsonl").read_bytes()
+    assert resumed.admission.groups["me.1"].phase is Phase.LEASED
 
 
 async def test_an_episode_without_a_reply_does_not_make_its_group_stale() -> None:
