@@ -93,16 +93,6 @@ class SamplingSettings(SettingsSection):
 class Settings(SettingsSection):
     """All settings of a run; `tidegate train --settings` lists them with their defaults."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "run.live": "run.live_view",
-        "cluster.patience_s": "cluster.timeout_s",
-        "data": "env.options.path",
-        "set": "trainer.<setting>",
-        "trainer.kl_coefficient": "trainer.kl_coef",
-        "trainer.max_gate_s": "trainer.gate_timeout_s",
-        "trainer.reference": "trainer.reference_model",
-    }
-
     run: RunSettings = RunSettings()
     model: ModelSettings
     engine: EngineSettings = EngineSettings()

@@ -262,7 +262,7 @@ def test_a_held_out_set_in_which_an_id_stands_for_two_tasks_is_refused(
         (["--sampling.max_token", "5"], "did you mean 'sampling.max_tokens'"),
         (["--env", "gsm8k"], "env is a section, not a value; its settings are env.use, env.options"),
         (["--url", "localhost:8000", "--model", "m"], "--url localhost:8000: it must begin with http://"),
-        (["--data", "x"], "there is no setting 'data'; it is now 'env.options.path'"),
+        (["--data", "x"], "there is no setting 'data'; did you mean 'env.options'?"),
         (["--env-options", "{}"], "did you mean 'env.options'?"),
         (["--env.options", "[1]"], "env.options = [1]: "),
         (["--temperature", "0"], "did you mean 'sampling.temperature'?"),

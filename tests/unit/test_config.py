@@ -97,10 +97,7 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         ([*MODEL, "--trainer.lr", "1e-5"], "did you mean 'trainer.learning_rate'?"),
         ([*MODEL, "--sampling.max_new_tokens", "9"], "did you mean 'sampling.max_tokens'?"),
         ([*MODEL, "--trainer.num_generations", "8"], "did you mean 'trainer.group_size'?"),
-        ([*MODEL, "--run.live", "false"], "there is no setting 'run.live'; it is now 'run.live_view'"),
-        ([*MODEL, "--cluster.patience_s", "9"], "it is now 'cluster.timeout_s'"),
-        ([*MODEL, "--trainer.kl_coefficient", "1"], "it is now 'trainer.kl_coef'"),
-        ([*MODEL, "--trainer.reference", "m"], "it is now 'trainer.reference_model'"),
+        ([*MODEL, "--data", "x.jsonl"], "there is no setting 'data'; did you mean 'env.options'?"),
         ([*MODEL, "--trainer.steps", "many"], "trainer.steps = 'many'"),
         ([*MODEL, "--trainer.steps", "0"], "trainer.steps = 0"),
         (
@@ -342,35 +339,30 @@ def test_a_gateways_settings_survive_its_command_line() -> None:
     assert load(GatewayCommand, None, arguments_of(settings)) == settings
 
 
-OLD = """
+FLAT = """
 [run]
 name = "demo"
-live = true
 [model]
 path = "m"
 [trainer]
 loss = "truncated"
 importance_cap = 2.0
 lora_rank = 0
-[cluster]
-patience_s = 120.0
 """
-"""Parts of the resolved settings that runs wrote before their names changed."""
+"""Settings without the sections that they belong to."""
 
 
-def test_a_run_of_an_earlier_version_is_refused_with_the_present_names(
+def test_settings_outside_their_section_are_refused_with_the_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "config.toml"
-    file.write_text(OLD)
+    file.write_text(FLAT)
     assert main(["train", str(file), "--resume"]) == ConfigError.exit_code
     assert capsys.readouterr().err.splitlines() == [
-        f"tidegate: {file}: there is no setting 'run.live'; it is now 'run.live_view'",
-        f"{file}: trainer.loss = 'truncated': the loss is a section: write [trainer.loss] with name = "
-        '"truncated_is", or --trainer.loss.name',
+        f"tidegate: {file}: trainer.loss = 'truncated': the loss is a section: write [trainer.loss] with "
+        'name = "truncated_is", or --trainer.loss.name',
         f"{file}: there is no setting 'trainer.importance_cap'; did you mean 'trainer.loss.importance_cap'?",
         f"{file}: there is no setting 'trainer.lora_rank'; did you mean 'trainer.lora.rank'?",
-        f"{file}: there is no setting 'cluster.patience_s'; it is now 'cluster.timeout_s'",
     ]
 
 

@@ -280,8 +280,6 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
     ("words", "said"),
     [
         (["--engine.cuont", "2"], "engine.count"),
-        (["--scenario", "s.toml"], 'it is now "a file\'s name alone"'),
-        (["--keys"], "it is now 'settings'"),
         (["--staleness", "-1"], "less than 0"),
         (["--split", "4:x"], "not a whole number"),
         (["--accelerators", "1"], "less than 2"),

@@ -47,6 +47,7 @@ def _check_names(settings: Settings) -> None:
     from tidegate.agents import base as agents
     from tidegate.envs import base as environments
     from tidegate.loading import check_object
+    from tidegate.settings.losses import CustomLoss
 
     if settings.agent.source == "local":
         check_object(settings.agent.use, agents.BUILT_IN, "agent")
@@ -57,7 +58,8 @@ def _check_names(settings: Settings) -> None:
         check_rewards(settings.env.options["rewards"])
     named = [(settings.trainer.filter, "filter"), (settings.gateway.redact, "redaction")]
     named += [(use, "reward function") for use in settings.gateway.conversation_rewards]
-    named += [(settings.trainer.loss.use, "loss")] if settings.trainer.loss.name == "custom" else []
+    if isinstance(settings.trainer.loss, CustomLoss):
+        named.append((settings.trainer.loss.use, "loss"))
     for use, what in named:
         if use is not None:
             check_object(use, {}, what)

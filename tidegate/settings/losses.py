@@ -7,16 +7,26 @@ name.
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from tidegate.settings.sections import SettingsSection
 
-Cap = Annotated[float, Field(gt=0)]
-Low = Annotated[float, Field(ge=0, le=1)]
-High = Annotated[float, Field(gt=0)]
-SequenceMask = Annotated[float, Field(ge=0)] | None
+Cap = Annotated[float, Field(gt=0, description="Cap C on π/μ.")]
+Level = Annotated[
+    Literal["token", "sequence"],
+    Field(description="Whether each token has its own ratio π/μ, or that of its sequence."),
+]
+Low = Annotated[float, Field(ge=0, le=1, description="Clipping range of the ratio below 1.")]
+High = Annotated[float, Field(gt=0, description="Clipping range of the ratio above 1.")]
+SequenceMask = Annotated[
+    Annotated[float, Field(ge=0)] | None,
+    Field(
+        description="Mean log μ/π of a sequence above which its tokens with a negative advantage are not "
+        "trained on (off-policy sequence masking). None: no sequence is masked."
+    ),
+]
 
 
 class LossSettings(SettingsSection):
@@ -33,39 +43,29 @@ class TruncatedISLoss(LossSettings):
     name: Literal["truncated_is"] = "truncated_is"
     """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
-    """Cap C on π/μ."""
-    level: Literal["token", "sequence"] = "token"
-    """Whether each token has its own ratio π/μ, or that of its sequence."""
+    level: Level = "token"
 
 
 class MaskedISLoss(LossSettings):
     name: Literal["masked_is"] = "masked_is"
     """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
-    """Cap C on π/μ."""
-    level: Literal["token", "sequence"] = "token"
-    """Whether each token has its own ratio π/μ, or that of its sequence."""
+    level: Level = "token"
 
 
 class CISPOLoss(LossSettings):
     name: Literal["cispo"] = "cispo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 1.0
-    """Clipping range of the ratio below 1."""
     clip_high: High = 4.0
-    """Clipping range of the ratio above 1."""
 
 
 class GRPOLoss(LossSettings):
     name: Literal["grpo"] = "grpo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
-    """Clipping range of the ratio below 1."""
     clip_high: High = 0.2
-    """Clipping range of the ratio above 1."""
     sequence_mask: SequenceMask = None
-    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
-    (off-policy sequence masking). None: no sequence is masked."""
 
 
 class DrGRPOLoss(LossSettings):
@@ -73,12 +73,8 @@ class DrGRPOLoss(LossSettings):
     name: Literal["dr_grpo"] = "dr_grpo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
-    """Clipping range of the ratio below 1."""
     clip_high: High = 0.2
-    """Clipping range of the ratio above 1."""
     sequence_mask: SequenceMask = None
-    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
-    (off-policy sequence masking). None: no sequence is masked."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Constant divisor, in tokens per trajectory."""
 
@@ -87,23 +83,17 @@ class DAPOLoss(LossSettings):
     name: Literal["dapo"] = "dapo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
-    """Clipping range of the ratio below 1."""
     clip_high: High = 0.28
-    """Clipping range of the ratio above 1."""
     dual_clip: Annotated[float, Field(gt=1)] = 10.0
     """Upper bound c of the ratio of tokens with a negative advantage (dual clipping)."""
     sequence_mask: SequenceMask = None
-    """Mean log μ/π of a sequence above which its tokens with a negative advantage are not trained on
-    (off-policy sequence masking). None: no sequence is masked."""
 
 
 class GSPOLoss(LossSettings):
     name: Literal["gspo"] = "gspo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 3e-4
-    """Clipping range of the ratio below 1."""
     clip_high: High = 4e-4
-    """Clipping range of the ratio above 1."""
 
 
 class DecoupledPPOLoss(LossSettings):
@@ -113,9 +103,7 @@ class DecoupledPPOLoss(LossSettings):
     importance_cap: Cap = 2.0
     """Cap C on π_old/μ."""
     clip_low: Low = 0.2
-    """Clipping range of the ratio below 1."""
     clip_high: High = 0.2
-    """Clipping range of the ratio above 1."""
 
 
 class DPPOLoss(LossSettings):
@@ -126,7 +114,6 @@ class DPPOLoss(LossSettings):
     threshold: Annotated[float, Field(gt=0)] | None = None
     """Divergence δ above which a token is not moved further from μ. None: 0.15 for tv, 0.05 for kl."""
     importance_cap: Cap = 20.0
-    """Cap C on π/μ."""
 
 
 class CustomLoss(LossSettings):
@@ -148,15 +135,8 @@ KINDS: tuple[type[LossSettings], ...] = (
     TruncatedISLoss, MaskedISLoss, CISPOLoss, GRPOLoss, DrGRPOLoss, DAPOLoss, GSPOLoss, DecoupledPPOLoss,
     DPPOLoss, CustomLoss,
 )  # fmt: skip
-BY_NAME = {kind.model_fields["name"].default: kind for kind in KINDS}
+BY_NAME: dict[str, type[LossSettings]] = {kind.model_fields["name"].default: kind for kind in KINDS}
 SEVERAL_STEPS = [name for name, kind in BY_NAME.items() if kind.several_steps]
-RENAMED = {
-    "truncated": 'name = "truncated_is"',
-    "truncated_sequence": 'name = "truncated_is", level = "sequence"',
-    "masked": 'name = "masked_is"',
-    "masked_sequence": 'name = "masked_is", level = "sequence"',
-}
-"""Names of earlier versions."""
 
 
 def _name_of(value: Any) -> str:
@@ -165,19 +145,23 @@ def _name_of(value: Any) -> str:
     return str(value.get("name", "custom" if "use" in value else "dapo"))
 
 
+def _nearest(name: str) -> str:
+    return difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.0)[0]
+
+
 def _check(value: Any) -> Any:
     """Raises ValueError for an unknown loss, and for a setting that the named loss does not have."""
     if isinstance(value, str):
-        now = RENAMED.get(value, f'name = "{value}"')
-        raise ValueError(f"the loss is a section: write [trainer.loss] with {now}, or --trainer.loss.name")
+        raise ValueError(
+            f'the loss is a section: write [trainer.loss] with name = "{_nearest(value)}", '
+            "or --trainer.loss.name"
+        )
     if not isinstance(value, dict):
         return value
     name = _name_of(value)
-    if name in RENAMED:
-        raise ValueError(f"name = {name!r} is now {RENAMED[name]}")
     if name not in BY_NAME:
-        close = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.0)
-        raise ValueError(f"there is no loss {name!r}; did you mean {close[0]!r}? Known: {', '.join(BY_NAME)}")
+        known = ", ".join(BY_NAME)
+        raise ValueError(f"there is no loss {name!r}; did you mean {_nearest(name)!r}? Known: {known}")
     fields = BY_NAME[name].model_fields
     for key in value:
         if key not in fields and any(key in kind.model_fields for kind in KINDS):
@@ -186,18 +170,12 @@ def _check(value: Any) -> Any:
     return value
 
 
-AnyLoss: TypeAlias = Annotated[
-    Annotated[TruncatedISLoss, Tag("[truncated_is]")]
-    | Annotated[MaskedISLoss, Tag("[masked_is]")]
-    | Annotated[CISPOLoss, Tag("[cispo]")]
-    | Annotated[GRPOLoss, Tag("[grpo]")]
-    | Annotated[DrGRPOLoss, Tag("[dr_grpo]")]
-    | Annotated[DAPOLoss, Tag("[dapo]")]
-    | Annotated[GSPOLoss, Tag("[gspo]")]
-    | Annotated[DecoupledPPOLoss, Tag("[decoupled_ppo]")]
-    | Annotated[DPPOLoss, Tag("[dppo]")]
-    | Annotated[CustomLoss, Tag("[custom]")],
-    Discriminator(lambda value: f"[{_name_of(value)}]"),
-    BeforeValidator(_check),
-]
-"""The tags have brackets, by which messages leave them out of a setting's dotted key."""
+if TYPE_CHECKING:
+    AnyLoss: TypeAlias = LossSettings
+else:
+    # The tags have brackets, by which messages leave them out of a setting's dotted key.
+    AnyLoss = Annotated[
+        Union[tuple(Annotated[kind, Tag(f"[{name}]")] for name, kind in BY_NAME.items())],  # noqa: UP007
+        Discriminator(lambda value: f"[{_name_of(value)}]"),
+        BeforeValidator(_check),
+    ]

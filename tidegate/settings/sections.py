@@ -75,8 +75,6 @@ class SettingsSection(BaseModel):
     """Setting that selects the kind of the section."""
     of_kind: ClassVar[Mapping[str, str]] = {}
     """Settings that apply to one kind of the section. Another kind on the command line leaves them out."""
-    renamed: ClassVar[Mapping[str, str]] = {}
-    """Former names of settings, as dotted keys, with their present names."""
 
     @field_validator("*", mode="after")
     @classmethod
@@ -426,15 +424,13 @@ USUAL_NAMES = {
     "lr": "learning_rate", "num_generations": "group_size", "batch_size": "groups_per_batch",
     "train_batch_size": "groups_per_batch", "max_steps": "steps", "num_train_epochs": "steps",
     "max_new_tokens": "max_tokens", "max_completion_length": "max_tokens", "beta": "kl_coef",
-    "max_model_len": "max_context", "off_policy_steps": "max_staleness",
+    "max_model_len": "max_context", "off_policy_steps": "max_staleness", "data": "options",
 }  # fmt: skip
 """Setting names of other projects → ours."""
 
 
 def _instead(key: str, model: type[BaseModel]) -> str:
-    """Returns the present name of a setting, the settings of a section, or the nearest name."""
-    if issubclass(model, SettingsSection) and key in model.renamed:
-        return f"; it is now {model.renamed[key]!r}"
+    """Returns the settings of a section, or the nearest name."""
     known = [name for name, _, _ in known_keys(model)]
     if inside := [name for name in known if is_within(name, [key])]:
         return f"; its settings are {', '.join(inside)}"

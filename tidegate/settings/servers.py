@@ -292,11 +292,6 @@ class ClientEpisodes(SettingsSection):
 class GatewayCommand(SettingsSection):
     """Settings of `tidegate gateway`."""
 
-    renamed: ClassVar[Mapping[str, str]] = {
-        "limit": "limits.turns (or tokens, seconds, calls, tool_calls)",
-        "engine": "engine.urls",
-    }
-
     model: ModelSettings
     engine: EngineAddresses = EngineAddresses()
     env: Rewards = Rewards()

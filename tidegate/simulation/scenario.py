@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -152,8 +152,6 @@ class RuleModel(SettingsSection):
 
 class Scenario(SettingsSection):
     """A complete scenario of `steps` steps; the figures omit the first tenth."""
-
-    renamed: ClassVar[Mapping[str, str]] = {"scenario": "a file's name alone", "keys": "settings"}
 
     seed: int = 0
     steps: Annotated[int, Field(ge=2)] = 100
