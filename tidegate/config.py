@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from tidegate import __version__
-from tidegate.settings.cluster import ClusterSettings
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump, load
 from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
@@ -88,6 +87,29 @@ class SamplingSettings(SettingsSection):
     """Temperature in training and in evaluations; the trainer divides logits by the same value."""
     max_tokens: Annotated[int, Field(ge=1)] = 128
     """Token limit of one reply."""
+
+
+Resources = dict[str, Annotated[float, Field(gt=0)]]
+
+
+class ClusterSettings(SettingsSection):
+    """Resources that processes reserve on a Ray cluster (`tidegate train --cluster`), such as
+    `{CPU = 4, GPU = 1}`. Defaults: a CPU per thread of the process, and a GPU if its device is cuda."""
+
+    trainer: Resources = {}
+    """Resources of each trainer rank, such as `{CPU = 4, GPU = 1}`."""
+    engine: Resources = {}
+    """Resources of each engine; SGLang and vLLM reserve one GPU by default."""
+    gateway: Resources = {}
+    """Resources of the gateway with its shards, on the node of the first trainer rank."""
+    agents: Resources = {}
+    """Resources of each agent process."""
+    env: Resources = {}
+    """Resources of the environment service."""
+    environment: list[str] = []
+    """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Timeout of the reservation of these resources on the cluster."""
 
 
 class Settings(SettingsSection):

@@ -30,7 +30,7 @@ from tests.deployment import (
 )
 from tidegate.cli import _parser
 from tidegate.config import Settings
-from tidegate.gateway.http.summaries import SUMMARIES
+from tidegate.gateway.http.openapi import SUMMARIES
 from tidegate.settings.sections import load
 
 CONTAINERS = [*composed().values(), *deployed()]

@@ -15,14 +15,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import json
 import time
+import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
-from tidegate.agents import session_tools
 from tidegate.errors import ConfigError
 from tidegate.loading import construct, did_you_mean, load_object
 from tidegate.service.threads import in_thread
@@ -35,6 +37,8 @@ RETRIES = 6
 """Retries of one call; with the SDK's backoff about 20 s in total, longer than a gateway takes to restart."""
 UNTRAINED = {"x-tidegate-train": "no"}
 """Header of calls that are recorded but not trained on."""
+_MAX_TOOL_NAME = 256
+"""Characters of a sampled tool name that are sent; names of tools have at most 64."""
 BUILT_IN = {
     "chat": "tidegate.agents.chat:ChatAgent",
     "search": "tidegate.agents.search:SearchAgent",
@@ -75,7 +79,8 @@ class Session:
     async def tools(self) -> Sequence[dict[str, Any]]:
         """Returns the tools of the task's environment in OpenAI's format; empty if it has none."""
         if not self._tools:
-            self._tools.append(await session_tools.tools(self.openai(), self.url))
+            answer: Any = await self.openai().get(f"{self.url}/tools", cast_to=object)
+            self._tools.append(answer["tools"])
         return self._tools[0]
 
     async def call(self, tool_call: Any) -> Message:
@@ -90,7 +95,18 @@ class Session:
         Raises:
             openai.APIError: The episode is over or its state is lost, or the gateway did not respond.
         """
-        return await session_tools.call(self.openai(), self.url, tool_call)
+        data = tool_call if isinstance(tool_call, Mapping) else tool_call.model_dump()
+        function, call_id = data["function"], data["id"]
+        try:
+            arguments = json.loads(function["arguments"] or "{}")
+        except ValueError as error:
+            return _tool_message(call_id, f"the arguments of {function['name']!r} are not JSON: {error}")
+        if not isinstance(arguments, dict):
+            return _tool_message(call_id, f"the arguments of {function['name']!r} are not a JSON object")
+        # Models make names up: dots would be removed from the path, and a URL has a maximum length.
+        name = quote(function["name"][:_MAX_TOOL_NAME], safe="", errors="replace").replace(".", "%2E")
+        answer = await self._post(f"tools/{name}", arguments)
+        return _tool_message(call_id, answer["content"])
 
     async def respond(self, message: Message) -> Message | None:
         """Passes the agent's reply to the environment's counterpart.
@@ -104,7 +120,16 @@ class Session:
         Raises:
             openai.APIError: As for `call`.
         """
-        return await session_tools.respond(self.openai(), self.url, message)
+        answer = await self._post("respond", {"message": message})
+        following: Message | None = None if answer["done"] else answer["message"]
+        return following
+
+    async def _post(self, route: str, body: Mapping[str, Any]) -> Any:
+        """Sends a request with the SDK's client, which repeats it as it repeats model calls."""
+        # Not a tool call's id: some clients give several calls the same one.
+        headers = {"idempotency-key": uuid.uuid4().hex}
+        url = f"{self.url}/{route}"
+        return await self.openai().post(url, cast_to=object, body=body, options={"headers": headers})
 
     def remaining(self) -> float:
         """Returns the seconds until the deadline, never negative."""
@@ -138,6 +163,10 @@ class Session:
             timeout=self.remaining(),
             default_headers={} if train else UNTRAINED,
         )
+
+
+def _tool_message(call_id: str, content: str) -> Message:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
 @dataclass(frozen=True, slots=True)

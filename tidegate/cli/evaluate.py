@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ from tidegate.service.process_secrets import shield_process
 if TYPE_CHECKING:
     from tidegate.config import Settings
     from tidegate.evaluation.attempts import ModelEndpoint
-    from tidegate.evaluation.target import Target
 
 
 def add(subparsers: Subparsers) -> None:
@@ -48,7 +47,6 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.evaluation.target import find_target
     from tidegate.settings.sections import split_words
 
     words, overrides = split_words(rest)
@@ -56,7 +54,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError(
             f"expected at most one run, checkpoint or model directory, got {' and '.join(words)}"
         )
-    target = find_target(existing_directory(Path(words[0]))) if words else None
+    target = _find_target(existing_directory(Path(words[0]))) if words else None
     if arguments.config is None and target is not None and target.config is not None:
         weights, run_dir, arguments.out = enter_start_directory(
             target.config, target.weights, target.run_dir, arguments.out
@@ -80,6 +78,46 @@ def _gold(arguments: argparse.Namespace, settings: Settings) -> int:
     else:
         print("\n".join(gold_lines(settings.env.use, splits)))
     return 1 if any(split.misses for split in splits) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The weights, and the run that they are of (None: of none)."""
+
+    weights: Path
+    run_dir: Path | None = None
+
+    @property
+    def config(self) -> Path | None:
+        """The run's own settings."""
+        return None if self.run_dir is None else self.run_dir / "config.toml"
+
+
+def _find_target(path: Path) -> Target:
+    """A run's newest committed checkpoint, a checkpoint within a run, or a directory with a model.
+
+    Raises ConfigError where there is none of them.
+    """
+    from tidegate.trainer.checkpoint.checkpoint import committed
+
+    if path.is_file():
+        raise ConfigError(
+            f"{path} is a file; name a run, a checkpoint or a model, and give settings with --config {path}"
+        )
+    if not path.is_dir():
+        raise ConfigError(f"{path}: there is no such directory; name a run, a checkpoint or a model")
+    if (path / "config.json").is_file():
+        run_dir = path.absolute().parent.parent
+        of_run = path.absolute().parent.name == "checkpoints" and (run_dir / "config.toml").is_file()
+        return Target(path, run_dir if of_run else None)
+    if (path / "checkpoints").is_dir() and (path / "config.toml").is_file():
+        steps = committed(path)
+        if not steps:
+            raise ConfigError(f"{path} has no committed checkpoint to evaluate; was it trained at all?")
+        return Target(steps[max(steps)], path)
+    raise ConfigError(
+        f"{path.resolve()} is neither a run (config.toml, checkpoints/) nor a model (config.json)"
+    )
 
 
 def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Settings) -> int:

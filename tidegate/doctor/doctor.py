@@ -14,11 +14,9 @@ from tidegate.doctor.engine import check_engine
 from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
 from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok, warning
-from tidegate.doctor.install import check_install, check_port
-from tidegate.doctor.judge import check_judge
+from tidegate.doctor.install import check_install, check_port, check_sandbox
 from tidegate.doctor.model import check_model
-from tidegate.doctor.rewards import check_rewards
-from tidegate.doctor.sandbox import check_sandbox
+from tidegate.doctor.rewards import check_judge, check_rewards
 from tidegate.doctor.states import check_states
 from tidegate.doctor.template import QUESTION
 from tidegate.envs.base import Environment

@@ -1,4 +1,4 @@
-"""Checks the installed packages, and whether the gateway's address is free."""
+"""Checks the installed packages, the gateway's address, and whether sandboxes start, where they are used."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from tidegate import __version__
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, note, ok, warning
-from tidegate.errors import StartError
+from tidegate.errors import SandboxError, StartError
 from tidegate.program import advise_extra
+from tidegate.sandbox import open_sandbox
 from tidegate.service.serve import Listen, bind
 
 OLDEST_PYTHON = (3, 11)
@@ -88,3 +89,19 @@ def check_port(settings: Settings) -> Finding:
         text = f"the port is taken, or the address is not this machine's: {failure}"
         return error("port", "port_taken", text, "gateway.port = 0 selects a free port")
     return ok("port", "the gateway selects a free port" if gateway.port == 0 else f"{where} is free")
+
+
+async def check_sandbox(settings: Settings) -> list[Finding]:
+    """Opens a sandbox and runs a command in it; no finding if no option `sandbox` is `bubblewrap`."""
+    if "bubblewrap" not in (settings.agent.options.get("sandbox"), settings.env.options.get("sandbox")):
+        return []
+    try:
+        async with await open_sandbox() as box:
+            result = await box.run("true", 10)
+    except SandboxError as failure:
+        text = f"no sandbox can be started: {failure}"
+        return [error("sandbox", "sandbox_does_not_start", text, "docs/sandbox.md has the requirements")]
+    if not result.ok:
+        text = f"`true` ended with exit code {result.exit_code} in a sandbox: {result.stderr[-500:]}"
+        return [error("sandbox", "sandbox_broken", text)]
+    return [ok("sandbox", f"bubblewrap starts sandboxes; a command takes {1000 * result.seconds:.0f} ms")]

@@ -1,4 +1,4 @@
-"""Checks that the rewards distinguish gold answers from wrong ones, and accept any output."""
+"""Checks that rewards distinguish gold answers from wrong ones and accept any output, and calls the judge."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
 from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
+from tidegate.envs.judge.judge import PART, RewardJudge
 from tidegate.envs.service import scoring
 from tidegate.envs.service.episodes import Episode, EpisodeError
-from tidegate.errors import RewardError
+from tidegate.errors import ConfigError, RewardError
+from tidegate.settings.judge import JudgeSettings
 from tidegate.tracebacks import where
 from tidegate.types import Outcome, Scored, Task, Trajectory, Turn, VersionSpan
 
@@ -155,3 +157,33 @@ def _turn() -> Turn:
     """Returns an empty turn, for rewards that read turns."""
     ids = np.zeros(1, np.int32)
     return Turn(0, None, ids, ids, np.zeros(1, np.float32), (VersionSpan(0, 0, 1),), "stop", 1.0)
+
+
+async def check_judge(settings: JudgeSettings, environment: Environment) -> list[Finding]:
+    """Calls the judge once, with the first task's gold answer or a wrong one; nothing without a judge."""
+    if settings.url is None:
+        return []
+    try:
+        judge = RewardJudge(settings.resolved())
+    except ConfigError as failure:
+        return [error("judge", "judge_unusable", str(failure))]
+    task = first_tasks(environment, 1)[0]
+    output = environment.gold_output(task) or WRONG_ANSWERS[1]
+    reply = [*task.messages, {"role": "assistant", "content": output}]
+    episode = Trajectory("", task.id, task.env, "eval", Outcome.COMPLETED, [], output=output, messages=reply)
+    try:
+        scored = await judge.score(task, episode, None)
+    except RewardError as failure:
+        fix = "check env.judge.url, env.judge.model and the endpoint's log"
+        return [error("judge", "no_verdict", str(failure), fix)]
+    finally:
+        await judge.close()
+    costs = scored.metrics
+    return [
+        ok(
+            "judge",
+            f"{settings.model} gives {output[:40]!r} the score {scored.parts[PART]:g} in "
+            f"{costs['judge/seconds']:.1f} s, with {costs['judge/prompt_tokens']:.0f} prompt tokens and "
+            f"{costs['judge/completion_tokens']:.0f} completion tokens",
+        )
+    ]

@@ -33,7 +33,7 @@ from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import JUDGE_CACHE, restart_s
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
 from tidegate.trainer.publish.broadcast import BUCKET_BYTES, DEVICE_BUCKET_BYTES, WeightBroadcaster
-from tidegate.trainer.publish.canary_state import CanaryState
+from tidegate.trainer.publish.canary import CanaryState
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.promotion import Promotion

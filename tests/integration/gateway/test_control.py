@@ -18,7 +18,7 @@ from tidegate.errors import ConfigError, GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
-from tidegate.gateway.http.summaries import SUMMARIES
+from tidegate.gateway.http.openapi import SUMMARIES
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.server import serve
 from tidegate.service.serve import Listen

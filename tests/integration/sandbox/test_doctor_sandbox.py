@@ -8,7 +8,7 @@ import pytest
 
 from tests.sandboxes import needs_bubblewrap
 from tidegate.config import Settings
-from tidegate.doctor.sandbox import check_sandbox
+from tidegate.doctor.install import check_sandbox
 from tidegate.scaffold.init import TINY_BASE
 
 

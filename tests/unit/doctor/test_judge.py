@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.scripted_judge import judging
 from tidegate.doctor.findings import Finding, Level
-from tidegate.doctor.judge import check_judge
+from tidegate.doctor.rewards import check_judge
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.settings.judge import JudgeSettings
 

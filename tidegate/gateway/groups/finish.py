@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.environments.states import EpisodeStates
-from tidegate.gateway.environments.tool_metrics import tool_metrics
 from tidegate.gateway.groups.rewards import Scorer
 from tidegate.gateway.groups.spans import EpisodeSpans
 from tidegate.gateway.groups.store import GroupStore
@@ -22,7 +22,7 @@ from tidegate.gateway.sessions.session import (
     trajectory_of,
 )
 from tidegate.gateway.sessions.store import SessionStore
-from tidegate.types import Outcome, Trajectory
+from tidegate.types import Outcome, ToolCall, Trajectory
 
 log = logging.getLogger("tidegate.gateway")
 
@@ -100,7 +100,7 @@ class SessionFinisher:
     async def _score(self, session: GatewaySession, ending: SessionResult, trajectory: Trajectory) -> None:
         """Set the reward; an episode whose state is lost is an `infra_error`, whatever its agent reported."""
         if (info := self._states.info(session)) is not None and (info.tools or trajectory.tool_calls):
-            trajectory.metrics |= tool_metrics(trajectory.tool_calls)
+            trajectory.metrics |= _tool_metrics(trajectory.tool_calls)
         lost = await self._states.wait_until_ready_or_lost(session)
         if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
             trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
@@ -172,3 +172,12 @@ class SessionFinisher:
 
     def _sealed(self, session: GatewaySession) -> bool:
         return session.group_id is not None and self._groups.get(session.group_id) is not None
+
+
+def _tool_metrics(calls: Sequence[ToolCall]) -> dict[str, float]:
+    """Returns the number of calls, the number of errors among them, and the seconds that they took."""
+    return {
+        "tool_calls": float(len(calls)),
+        "tool_errors": float(sum(call.error for call in calls)),
+        "tool_seconds": sum(call.seconds for call in calls),
+    }

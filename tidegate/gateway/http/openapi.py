@@ -9,7 +9,6 @@ from fastapi import FastAPI, Response
 from fastapi.openapi.utils import get_openapi
 
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.summaries import SUMMARIES
 from tidegate.prometheus import CONTENT_TYPE
 
 Schema = dict[str, Any]
@@ -17,6 +16,57 @@ ADMIN, SESSION, WORKER, PROJECT = "admin key", "session key", "worker key", "pro
 FINISHING: dict[int | str, dict[str, Any]] = {
     202: {"description": "The reward is not ready: send the request again"}
 }
+
+SUMMARIES = {
+    "POST /v1/chat/completions": "Samples a reply in OpenAI's Chat Completions format.",
+    "POST /v1/completions": "Samples a continuation in OpenAI's Completions format.",
+    "POST /v1/responses": "Samples a reply in OpenAI's Responses format.",
+    "POST /v1/messages": "Samples a reply in Anthropic's Messages format.",
+    "POST /v1/messages/count_tokens": "Counts the tokens of a prompt in Anthropic's Messages format.",
+    "GET /v1/models": "Lists the policy as the only model.",
+    "GET /v1/models/{name}": "Describes the policy, under any name.",
+    "POST /s/{session_id}/finish": "Ends the session with the agent's output; returns outcome and reward.",
+    "GET /s/{session_id}/tools": "Lists the tools of the episode's environment.",
+    "POST /s/{session_id}/tools/{name}": "Calls a tool of the episode's environment.",
+    "POST /s/{session_id}/respond": "Gives a reply to the environment's counterpart, and returns its answer.",
+    "POST /attempts/next": "Takes attempts; waits up to `wait_s` seconds for the first one.",
+    "POST /attempts/{attempt}/heartbeat": "Keeps an attempt; without heartbeats it is attempted again.",
+    "POST /attempts/leave": "Gives up all attempts of a worker that exits.",
+    "POST /v1/feedback": "Rewards a reply or a conversation.",
+    "DELETE /v1/conversations/{name}": "Erases a conversation from the journal and from the run's files.",
+    "POST /v1/groups/{group}/episodes": "Opens an episode of a group, which begins with its first episode.",
+    "POST /v1/groups/{group}/seal": "Completes a group: these sessions are its episodes.",
+    "GET /v1/groups/{group}": "Returns the state of a group; waits up to `wait_s` seconds for its end.",
+    "DELETE /v1/groups/{group}": "Ends a group and its episodes without training on it.",
+    "POST /sessions": "Opens a session, and returns the base URL and the key for its agent.",
+    "GET /sessions/{session_id}": "Describes a session, without its key and its task's answer.",
+    "DELETE /sessions/{session_id}": "Aborts and deletes a session.",
+    "POST /sessions/{session_id}/reward": "Adds a part to the reward of a session, or of one of its turns.",
+    "POST /sessions/{session_id}/finish": "Ends a session; returns its outcome and reward.",
+    "GET /sessions/{session_id}/result": "Returns the outcome and the reward of a finished session.",
+    "GET /sessions/{session_id}/trajectory": "Returns a finished session's trajectory as MessagePack.",
+    "GET /attempts": "Describes the queue of attempts and the workers.",
+    "GET /groups": "Lists the groups.",
+    "POST /groups/end": "Tells clients that the run has ended.",
+    "GET /sessions": "Lists the newest sessions.",
+    "GET /groups/erased": "Lists the groups that clients erased, whose files the trainer erases.",
+    "POST /groups/erased": "Acknowledges erasures that the trainer has carried out.",
+    "POST /groups/lease": "Leases ready groups as MessagePack; waits up to `wait_s` for the first one.",
+    "POST /groups/ack": "Ends a lease, and with it the group.",
+    "POST /groups/wait": "Waits up to `wait_s` seconds for a ready group, and returns their number.",
+    "POST /groups/return": "Returns leases, so that their groups are ready again.",
+    "POST /groups/{group_id}/seal": "Makes a group of finished sessions ready to be leased.",
+    "DELETE /groups/{group_id}": "Ends a group and its sessions; returns their trajectories as MessagePack.",
+    "GET /engines": "Lists the engines with their version, load and health.",
+    "POST /engines": "Adds an engine.",
+    "PATCH /engines": "Sets whether an engine receives calls.",
+    "PUT /engines/candidate": "Sets the engines with a version that is not promoted yet.",
+    "DELETE /engines": "Removes an engine.",
+    "GET /health": "Health of the gateway: 503 if it cannot go on, with the reason.",
+    "GET /ready": "Readiness: 503 without an engine that serves calls.",
+    "GET /metrics": "Metrics in Prometheus text format.",
+}  # fmt: skip
+"""Method and path of a call → one line about it."""
 
 
 class Msgpack(Response):

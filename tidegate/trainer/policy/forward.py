@@ -5,7 +5,8 @@ Axes in names: b rows, p prefixes, t positions, n trained tokens, h heads, d hid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
@@ -27,7 +28,6 @@ from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.attention import use_repeated_heads
-from tidegate.trainer.policy.compiled import compile_layers
 from tidegate.trainer.policy.experts import use_autocast
 from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
@@ -116,7 +116,7 @@ class Forward:
             self._autocast = True
             use_autocast(model)
         if settings.compile:
-            compile_layers(decoder_layers(model))
+            _compile_layers(decoder_layers(model))
         if settings.activation_checkpointing:
             checkpoint_layers(_layers_to_recompute(model))
         self._compute, self.device = ranks.shard_model(model, self._compute_logprobs, self._dtype)
@@ -311,3 +311,19 @@ def _mask(batch: Microbatch) -> Tensor:
     causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     prefix = seen[:, None, None].expand(rows, 1, width, batch.prefix_width)
     return torch.cat([prefix, causal.expand(rows, 1, width, width)], dim=-1)
+
+
+def _compile_layers(layers: Iterable[Any]) -> None:
+    """Compile these modules' forward, for inputs of any size: torch.compile joins elementwise operations.
+
+    Wraps `forward` rather than the call, so that hooks, such as FSDP's, run outside. All layers share one
+    compiled graph. With a cache, as for shared prefixes, a layer depends on its number and is not compiled.
+    """
+    for layer in layers:
+        plain, compiled = layer.forward, torch.compile(layer.forward, dynamic=True)
+        layer.forward = partial(_compiled_or_plain, plain, compiled)
+
+
+def _compiled_or_plain(plain: Any, compiled: Any, *inputs: Any, **more: Any) -> Any:
+    cached = any(isinstance(value, Cache) for value in more.values())
+    return (plain if cached else compiled)(*inputs, **more)

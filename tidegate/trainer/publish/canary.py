@@ -1,12 +1,20 @@
-"""Tests a candidate version on a share of the clients' conversations."""
+"""Tests a candidate version on a share of the clients' conversations, and writes the state of the test."""
 
 from __future__ import annotations
 
+import json
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tidegate.gateway.client import GroupRow
-from tidegate.trainer.publish.sequential_test import Comparison, compare
+from tidegate.service.serve import write_atomically
+from tidegate.trainer.publish.sequential_test import LEAST, Comparison, compare
+
+FILE = "canary.json"
+"""State of the test, for readers of the run's directory."""
 
 
 @dataclass(slots=True)
@@ -36,3 +44,33 @@ class CanaryTest:
 
     def compare(self, margin: float) -> Comparison:
         return compare([*self._candidate.values()], [*self._live.values()], margin)
+
+
+@dataclass(slots=True)
+class CanaryState:
+    """Writes `canary.json` whenever the test has more rewards.
+
+    Args:
+        run_dir: Directory of the run.
+        margin: `trainer.promotion.margin`.
+    """
+
+    run_dir: Path
+    margin: float
+    _written: tuple[int, Comparison] | None = None
+
+    def write(self, version: int, comparison: Comparison) -> None:
+        """Write the test of `version`: means, numbers of rewards, and bounds of the difference once known."""
+        if self._written == (version, comparison):
+            return
+        self._written = version, comparison
+        bounds = {"low": comparison.low, "high": comparison.high}
+        state = {
+            "time": time.time(),
+            "version": version,
+            "margin": self.margin,
+            "least": LEAST,
+            **comparison.figures(),
+            **{name: bound if math.isfinite(bound) else None for name, bound in bounds.items()},
+        }
+        write_atomically(self.run_dir / FILE, json.dumps(state))

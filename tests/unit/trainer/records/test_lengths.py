@@ -9,7 +9,7 @@ import pytest
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tests.unit.trainer.records.test_recorder import batch, recorder
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.records.lengths import cut_ratio, length_metrics, repeated_share, repetition_metrics
+from tidegate.trainer.records.recorder import cut_ratio, length_metrics, repeated_share, repetition_metrics
 from tidegate.types import Group, Trajectory
 
 
