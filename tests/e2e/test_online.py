@@ -25,8 +25,8 @@ from tests import REPO
 from tests.e2e.runs import ENVIRONMENT, held, ledger, training
 from tests.waiting import eventually
 from tidegate.gateway.project_keys import create_key
-from tidegate.viewer.clients.service import read_service
-from tidegate.viewer.run_files import read_run
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.service import service
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 CONFIG = REPO / "examples" / "online" / "config.toml"
@@ -257,7 +257,6 @@ def check_client_records(run_dir: Path, trained: list[Any]) -> None:
         )
         assert 0 <= given["after_s"] < 280
     assert "question" not in (run_dir / "clients.jsonl").read_text()
-    shown = read_service(read_run(run_dir))
-    assert shown is not None
-    total = shown.to_wire()["total"]
-    assert dict(zip(shown.to_wire()["columns"], total["ends"], strict=True))["trained"] == STEPS * 8
+    shown = service(FollowedRun(run_dir))
+    total = shown["total"]
+    assert dict(zip(shown["columns"], total["ends"], strict=True))["trained"] == STEPS * 8

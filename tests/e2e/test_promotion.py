@@ -20,8 +20,8 @@ from tests.e2e.runs import ENVIRONMENT, held, metrics, training
 from tests.waiting import eventually
 from tidegate import failpoints
 from tidegate.gateway.project_keys import create_key
-from tidegate.viewer.clients.service import read_service
-from tidegate.viewer.run_files import read_run
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.service import service
 
 sys.path.insert(0, str(REPO / "examples" / "online"))
 
@@ -105,10 +105,9 @@ async def test_users_keep_the_live_version_while_worse_ones_are_tested_and_rolle
     assert audit.groups["trained"] % 16 == 0
     tested = [line["version"] for line in events(run_dir, "publishing") if line.get("candidate")]
     assert json.loads((run_dir / "canary.json").read_text())["version"] in tested
-    shown = read_service(read_run(run_dir))
-    assert shown is not None
+    shown = service(FollowedRun(run_dir))
     listed = [json.loads(line) for line in versions("list", run_dir, "--json").splitlines()]
-    rows = [(row["version"], row["state"], row["why"]) for row in shown.to_wire()["versions"]]
+    rows = [(row["version"], row["state"], row["why"]) for row in shown["versions"]]
     assert rows == [(row["version"], row["state"], row["why"]) for row in reversed(listed)]
 
 

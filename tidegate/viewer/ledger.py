@@ -17,7 +17,6 @@ from tidegate.trainer.checkpoint import checkpoint
 from tidegate.trainer.ledger.entries import ENDED, LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.viewer.formatting import printable
-from tidegate.viewer.run_files import objects
 
 STATES = (*ENDED, State.LIVE)
 
@@ -63,16 +62,6 @@ def count(state: LedgerState, committed: int) -> LedgerCounts:
         starts=[entry.get("time", 0.0) for entry in state.publishes if entry["event"] == "started"],
         end=state.end,
     )
-
-
-def count_ledger(run_dir: Path, remarks: list[str]) -> LedgerCounts | None:
-    """Counts `ledger.jsonl`; returns None if there is none."""
-    path = run_dir / "ledger.jsonl"
-    if not path.exists():
-        return None
-    state = LedgerState()
-    apply_entries(state, objects(path, remarks))
-    return count(state, committed(run_dir))
 
 
 def group_to_wire(state: LedgerState, group_id: str) -> dict[str, Any] | None:

@@ -32,7 +32,6 @@ class RunFiles:
     settings: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     redone: list[int] = field(default_factory=list)
-    evaluations: list[Path] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def series(self, key: str) -> list[tuple[float, float]]:
@@ -123,7 +122,6 @@ def read_run(run_dir: Path) -> RunFiles:
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
         run.rows, run.redone = lineage(objects(metrics, run.remarks))
-    run.evaluations = evaluations(run_dir, run.last("step"))
     return run
 
 

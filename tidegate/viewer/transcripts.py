@@ -38,6 +38,9 @@ class TranscriptLine:
     calls: tuple[str, ...] = ()
     sampled: str = ""
 
+    def to_wire(self) -> dict[str, Any]:
+        return {"role": self.role, "text": self.text, "calls": self.calls, "origin": self.sampled}
+
 
 @dataclass(frozen=True, slots=True)
 class ToolLine:
@@ -81,6 +84,16 @@ class Transcript:
         cut = ", truncated" if self.outcome == "truncated" else ""
         return f"reward {number(self.reward)}{cut}"
 
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "reward": self.reward,
+            "verdict": self.verdict,
+            "parts": self.parts,
+            "messages": [line.to_wire() for line in self.lines],
+            "output": self.output,
+            "returned_last_reply": self.returned_last_reply,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
@@ -101,6 +114,15 @@ class Pair:
         """The gold answer, as far as a record has one."""
         return self.before.answer or (self.after.answer if self.after else "")
 
+    def to_wire(self) -> dict[str, Any]:
+        episodes = zip(self.titles, (self.before, self.after), strict=True)
+        return {
+            "task": self.task_id,
+            "answer": self.answer,
+            "problem": [line.to_wire() for line in self.problem],
+            "episodes": [{"title": title, **one.to_wire()} for title, one in episodes if one is not None],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -108,6 +130,9 @@ class Chosen:
 
     pairs: tuple[Pair, ...]
     how: str
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"how": self.how, "pairs": [pair.to_wire() for pair in self.pairs]}
 
 
 def choose(evaluations: Sequence[Path], count: int = 3) -> Chosen:

@@ -17,15 +17,14 @@ from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import MOST_NAMES, OTHER, ClientRecords
 from tidegate.viewer.clients.running_mean import RunningMean
 from tidegate.viewer.clients.service import (
-    ServiceData,
     ends_by_key,
     feedback_rows,
-    read_service,
     reward_chart,
     version_rows,
 )
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.service import service
 from tidegate.viewer.ledger import apply_entries
-from tidegate.viewer.run_files import read_run
 
 
 def mean_of(*values: float) -> RunningMean:
@@ -201,8 +200,5 @@ def test_a_publish_waits_between_a_step_and_its_publish() -> None:
 
 def test_a_run_is_read_from_its_files(tmp_path: Path) -> None:
     write_service_run(tmp_path / "run")
-    data = read_service(read_run(tmp_path / "run"))
-    assert isinstance(data, ServiceData)
-    assert data.to_wire()["total"]["count"] == 5
-    (tmp_path / "run" / "config.toml").write_text("")
-    assert read_service(read_run(tmp_path / "run")) is None
+    run = FollowedRun(tmp_path / "run")
+    assert service(run)["total"]["count"] == 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import shutil
@@ -56,7 +55,7 @@ def test_the_end_of_a_run_is_shown_with_its_reason(
         ask = asking(client)
         assert (ask("state")["status"], ask("state")["why"]) == (status, why or "")
         assert said in ask("overview")["banners"]
-    assert said in html.unescape(write_report(growing.dir).read_text())
+    assert said in write_report(growing.dir).read_text()
 
 
 def test_a_run_without_an_end_that_records_nothing_more_has_stopped(growing: Writer) -> None:

@@ -274,7 +274,7 @@ def test_the_page_is_its_own_and_nothing_else_is_allowed(client: TestClient) -> 
         assert "innerHTML" not in text
         assert "http://" not in text.replace("http://www.w3.org/2000/svg", "")
         assert "https://" not in text
-    assert '<script src="/static/report.js">' in page.text
+    assert '<script type="module" src="/static/app.js">' in page.text
 
 
 def test_other_names_for_this_machine_are_refused(small: Path) -> None:

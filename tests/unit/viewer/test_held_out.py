@@ -9,8 +9,8 @@ from tests.unit.viewer.viewer_run import write_run
 from tidegate.trainer.rollout import evaluator
 from tidegate.viewer import held_out
 from tidegate.viewer.held_out import episodes_key, held_out_key, held_out_names
+from tidegate.viewer.overview import scores
 from tidegate.viewer.plots import reward_chart
-from tidegate.viewer.report import scores
 from tidegate.viewer.run_files import read_run
 from tidegate.viewer.summary import scores_of
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 
 from tests.unit.viewer.dashboard_run import write_dashboard_run
@@ -43,7 +42,7 @@ def test_the_report_of_a_run_that_reached_its_target_does_not_continue_it(tmp_pa
     run = write_dashboard_run(tmp_path / "run")
     why = "the held-out reward 0.9 reached trainer.until = 0.8 at step 3"
     run.ledger.record(entry("run", "ended", step=3, version=3, status="completed", why=why))
-    page = html.unescape(write_report(run.dir).read_text())
+    page = write_report(run.dir).read_text()
     assert why in page
     assert "tidegate engine" in page
     assert "--resume" not in page
@@ -52,6 +51,6 @@ def test_the_report_of_a_run_that_reached_its_target_does_not_continue_it(tmp_pa
 def test_the_report_of_a_failed_run_suggests_the_same(tmp_path: Path) -> None:
     run = write_dashboard_run(tmp_path / "run")
     run.ledger.record(entry("run", "ended", step=3, version=3, status="failed", why="no engine responds"))
-    page = html.unescape(write_report(run.dir).read_text())
+    page = write_report(run.dir).read_text()
     assert f"tidegate doctor {run.dir}/config.toml" in page
     assert "tidegate engine" not in page

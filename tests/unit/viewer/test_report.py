@@ -18,10 +18,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.viewer.viewer_run import write_run
+from tests.unit.viewer.test_charts_by_keyboard import PAGE
+from tests.unit.viewer.viewer_run import text_of, write_run
 from tidegate.errors import ConfigError
-from tidegate.viewer.chart import MOST_POINTS, Series, label, lines, stacked, thinned, ticks
-from tidegate.viewer.ledger import count_ledger, newest_checkpoint
+from tidegate.viewer.chart import MOST_POINTS, Series, lines, stacked, thinned, ticks
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.ledger import LedgerCounts, newest_checkpoint
 from tidegate.viewer.report import write_report
 from tidegate.viewer.run_files import lineage, read_run
 
@@ -29,45 +31,38 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page: elements, text outside script and style, nesting checked."""
+    """The page before its script has run: elements with their nesting checked, scripts, and the data."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
         self.raw: dict[str, str] = {}
         self._open: list[str] = []
         self.feed(source)
         self.close()
         assert self._open == []
+        self.data: dict[str, Any] = json.loads(self.raw["application/json"])
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         if tag not in VOID:
             self._open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] in ("script", "style"):
-            self.raw[self._open[-1]] = data
-        else:
-            self.words.append(data)
+            self.raw[self.elements[-1][1].get("type") or self._open[-1]] = data
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+        return text_of(self.data)
 
     def charts(self) -> dict[str, Any]:
-        titles = [
-            attrs["aria-label"] for tag, attrs in self.elements if tag == "svg" and "aria-label" in attrs
-        ]
-        data = [attrs["data-chart"] for tag, attrs in self.elements if "data-chart" in attrs]
-        return {str(title): json.loads(one or "") for title, one in zip(titles, data, strict=True)}
+        found = self.data["overview"]
+        charts = [found["reward"], *found["charts"], *found["health"]]
+        return {chart["title"]: json.loads(chart["data"]) for chart in charts}
 
 
 def report(run_dir: Path) -> Page:
@@ -88,21 +83,58 @@ def test_a_finished_run(finished: tuple[Path, Page]) -> None:
     run_dir, page = finished
     rows = metrics_of(run_dir)
     first, last = rows[0], rows[-1]
-    assert f"{first['eval/reward']:.3f} → {last['eval/reward']:.3f}" in page.text
+    score = page.data["overview"]["scores"][0]
+    assert (score["before"], score["after"]) == (first["eval/reward"], last["eval/reward"])
+    assert (score["name"], score["over"]) == ("held out, sampled", "over 200 problems")
     assert f"{first['eval/reward_greedy']:.3f} → {last['eval/reward_greedy']:.3f}" in page.text
     assert f"{first['eval/reward_unseen_templates']:.3f} → " in page.text
-    assert "mean reward, held out, sampled, over 200 problems" in page.text
     assert "Held out: over 64 to 200 problems." in page.text
-    assert "100 of 100" in page.text
+    assert "Steps 100 of 100" in page.text
     assert "Training time 3:10" in page.text
     assert f"{rows[-1]['tokens/sampled_total']:,}" in page.text
     assert "was interrupted" not in page.text
-    assert page.text.count("Problem heldout-") == 3
+    assert [pair["task"] for pair in page.data["overview"]["chosen"]["pairs"]] == [
+        "heldout-0", "heldout-1", "heldout-2",
+    ]  # fmt: skip
     assert "not a fair sample" in page.text
     assert "straddles a publish" in page.text
     assert "tidegate train" in page.text
     assert f"--resume --trainer.steps {2 * 100}" in page.text
     assert f"tidegate engine --model.path {run_dir}/checkpoints/step_100" in page.text
+
+
+DRAWN = """
+const all = (one) => (one.children ? one.children.map(all).join(" ") : String(one));
+console.log(all(main));
+"""
+
+
+def drawn(page: Page) -> str:
+    """What the page's script makes of its data, as text."""
+    if shutil.which("node") is None:
+        pytest.skip("runs the script with node")
+    data = json.dumps({"textContent": page.raw["application/json"]})
+    found = f"const main = new Element(); document.getElementById = (id) => (id === 'data' ? {data} : main);"
+    source = PAGE + found + page.raw["module"] + DRAWN
+    command = ["node", "--input-type=module", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=60, check=True)
+    return " ".join(done.stdout.split())
+
+
+def test_the_script_shows_the_data(finished: tuple[Path, Page]) -> None:
+    run_dir, page = finished
+    first, last = (metrics_of(run_dir)[at]["eval/reward"] for at in (0, -1))
+    shown = drawn(page)
+    for text in (
+        f"{first:.3f} → {last:.3f} mean reward, held out, sampled, over 200 problems",
+        "Problem heldout-0 system Solve the problem.",
+        "After reward 1.000 assistant calculator",
+        "trained 1,600",
+        "Next steps Train from the checkpoint tidegate train",
+        "max_staleness 2",
+        "Written 20",
+    ):
+        assert text in shown, shown
 
 
 def test_the_charts_hold_the_run_s_numbers(finished: tuple[Path, Page]) -> None:
@@ -137,8 +169,9 @@ def test_the_report_loads_nothing_from_elsewhere(finished: tuple[Path, Page]) ->
         a["content"] for tag, a in page.elements if tag == "meta" and "content" in a and "http-equiv" in a
     )
     assert policy is not None
-    for name in ("script", "style"):
-        digest = base64.b64encode(hashlib.sha256(page.raw[name].encode()).digest()).decode()
+    assert "import " not in page.raw["module"]
+    for name, kind in (("script", "module"), ("style", "style")):
+        digest = base64.b64encode(hashlib.sha256(page.raw[kind].encode()).digest()).decode()
         assert f"{name}-src 'sha256-{digest}'" in policy
     assert policy.startswith("default-src 'none'")
     assert "unsafe" not in policy
@@ -192,7 +225,7 @@ def attacked_run(tmp_path: Path) -> Path:
 def test_no_text_becomes_markup(tmp_path: Path) -> None:
     plain, attacked = report(write_run(tmp_path / "plain", steps=10)), report(attacked_run(tmp_path))
     assert {tag for tag, _ in attacked.elements} == {tag for tag, _ in plain.elements}
-    assert [tag for tag, _ in attacked.elements].count("script") == 1
+    assert [tag for tag, _ in attacked.elements].count("script") == 2
     assert not [name for _, attrs in attacked.elements for name in attrs if name.startswith("on")]
     assert attacked.text.count("document.body.dataset.owned") > 30
     assert "\x1b" not in attacked.text
@@ -204,17 +237,16 @@ def test_episodes_show_their_output_and_the_gold_answer(tmp_path: Path) -> None:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         lines = [line | {"output": "about forty", "answer": ["forty-four"]} for line in lines]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = report(run_dir).text
-    pairs = text.count("gold answer")
-    assert pairs > 0
-    assert text.count('["forty-four"]') == pairs
-    assert text.count("about forty") == 2 * pairs
+    pairs = report(run_dir).data["overview"]["chosen"]["pairs"]
+    assert len(pairs) == 3
+    assert {pair["answer"] for pair in pairs} == {'["forty-four"]'}
+    assert {one["output"] for pair in pairs for one in pair["episodes"]} == {"about forty"}
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=100, until=40)
     with (run_dir / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 41, "reward/me')
+        file.write('{"step": 40, "rew\n{"step": 41, "reward/me')
     with (run_dir / "ledger.jsonl").open("a") as file:
         file.write('{"seq": 99')
     page = report(run_dir)
@@ -321,6 +353,12 @@ def test_rows_of_one_step_become_one() -> None:
     assert lineage(iter(raw)) == ([{"step": 1.0, "loss": 1.0, "eval/reward": 0.5}, {"step": 2.0}], [])
 
 
+def counts_of(run_dir: Path) -> LedgerCounts | None:
+    run = FollowedRun(run_dir)
+    run.refresh()
+    return run.counts()
+
+
 def entries(*lines: dict[str, Any]) -> str:
     return "".join(
         json.dumps({"seq": seq, "time": float(seq), **line}) + "\n" for seq, line in enumerate(lines)
@@ -352,7 +390,7 @@ def test_the_ledger_knows_which_groups_are_trained(tmp_path: Path) -> None:
         marker.write_text(json.dumps({"step": step, "ledger": position}))
     (tmp_path / "checkpoints" / "step_11").mkdir()  # its marker was never written
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step_10"
-    counts = count_ledger(tmp_path, [])
+    counts = counts_of(tmp_path)
     assert counts is not None
     assert counts.groups == {"trained": 2, "stepped": 1, "stale": 1, "live": 1}
     assert counts.attempts == {"trained": 1}
@@ -368,7 +406,7 @@ def test_a_restored_group_is_live_and_ends_once_more(tmp_path: Path) -> None:
         {"kind": "group", "event": "put_back", "id": "b"},
     ]
     (tmp_path / "ledger.jsonl").write_text(entries(*before, *after))
-    counts = count_ledger(tmp_path, [])
+    counts = counts_of(tmp_path)
     assert counts is not None
     assert (counts.groups, counts.attempts, counts.staleness) == ({"live": 1}, {"live": 1}, {})
     again = [one for one in stepped if one["event"] == "ended"]
@@ -376,7 +414,7 @@ def test_a_restored_group_is_live_and_ends_once_more(tmp_path: Path) -> None:
     marker = tmp_path / "checkpoints" / "step_2" / "COMMITTED"
     marker.parent.mkdir(parents=True)
     marker.write_text(json.dumps({"ledger": 99}))
-    counts = count_ledger(tmp_path, [])
+    counts = counts_of(tmp_path)
     assert counts is not None
     assert (counts.groups, counts.attempts, counts.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
 
@@ -391,7 +429,7 @@ def test_the_reports_ledger_agrees_with_the_audit(tmp_path: Path) -> None:
     for line in lines:
         line |= {"version": 1, "oldest": 0, "staleness": 1} if line.get("state") == "stepped" else {}
     (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts, audit = count_ledger(run_dir, []), audit_run(run_dir)
+    counts, audit = counts_of(run_dir), audit_run(run_dir)
     assert counts is not None
     assert +counts.groups == +audit.groups
     assert +counts.attempts == +audit.attempts
@@ -401,9 +439,6 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(3, 97) == [20, 40, 60, 80]
     assert ticks(-0.06, 0.05, 3) == pytest.approx([-0.05, 0, 0.05])
-    assert [label(x) for x in (0, 1e-13, 0.25, 1500, 2e-6, 3.2e6, -0.05)] == [
-        "0", "0", "0.25", "1,500", "2e−6", "3.2M", "−0.05",
-    ]  # fmt: skip
 
 
 def test_thinning_keeps_peaks_where_they_matter() -> None:
@@ -419,17 +454,10 @@ def test_charts_of_little_data() -> None:
     assert lines("x", [Series("a", [])]) is None
     assert lines("x", [Series("a", [(1, 2)])]) is None
     assert lines("x", [Series("a", [(1, 2)], form="dots")]) is not None
-    flat = lines("x", [Series("a", [(0, 0), (1, 0)])])
-    assert flat is not None
-    assert "nan" not in flat.svg
-    tiny = lines("x", [Series("a", [(0, 0), (1, 4e-13)])])
-    assert tiny is not None
-    assert ">0.5<" in tiny.svg, "a range around 0, not above it"
-    assert ">−0.5<" in tiny.svg
     assert stacked("x", [Series("a", [(0, 0), (1, 0)])]) is None
     pile = stacked("x", [Series("a", [(0, 1), (1, 1)]), Series("b", [(0, 0), (1, 2)])])
     assert pile is not None
-    assert pile.svg.count("<polygon") == 2
+    assert [form for _, _, form in pile.legend] == ["area", "area"]
 
 
 # ---------------------------------------------------------------- a real browser
@@ -449,7 +477,9 @@ def test_in_a_browser_the_script_runs_and_no_text_does(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
     dom = done.stdout
     assert "data-owned" not in re.sub(r'data-chart="[^"]*"', "", dom.split("<body", 1)[1].split(">", 1)[0])
-    assert dom.count('class="tip"') == dom.count("data-chart=")  # our own script ran
+    assert dom.count('class="tip"') == dom.count("data-chart=") > 10  # our own script ran
+    for title in ("How it learned", "Episodes, before and after", "The ledger", "Next steps", "Settings"):
+        assert f">{title}</h" in dom
     assert "Content Security Policy" not in done.stderr
     assert html.escape("<img src=x", quote=False) in dom
 
@@ -461,7 +491,7 @@ def test_signs_are_on_the_page_with_numbers_threshold_and_remedy(tmp_path: Path)
     for row in rows:
         row["repetition/mean"] = 0.1 if row["step"] <= 20 else 0.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = " ".join(Page(write_report(run).read_text()).words)
+    text = report(run).text
     for part in (
         "Repetition",
         "share of repeated 4-grams 0.500",

@@ -203,5 +203,14 @@ def write_run(run_dir: Path, steps: int = 100, until: int | None = None, seed: i
     return run_dir
 
 
+def text_of(value: Any) -> str:
+    """All texts in JSON data, in their order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        value = " ".join(filter(None, map(text_of, value)))
+    return " ".join(value.split()) if isinstance(value, str) else ""
+
+
 if __name__ == "__main__":
     print(write_run(Path(sys.argv[1])))

@@ -29,7 +29,7 @@ class VersionHistory:
                 self.entries.append(cast(LedgerEntry, line))
                 self.step = 0
             elif line.get("kind") == "group" and line.get("state") == "stepped":
-                with contextlib.suppress(TypeError, ValueError):
+                with contextlib.suppress(KeyError, TypeError, ValueError):
                     self.step, self.stepped_at = int(line["step"]), float(line["time"])
             yield line
 

@@ -20,8 +20,7 @@ from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import REFUSED, TAKEN, ClientRecords, NamedReward
 from tidegate.viewer.clients.running_mean import RunningMean
 from tidegate.viewer.formatting import as_mapping, known, printable
-from tidegate.viewer.ledger import apply_entries, committed
-from tidegate.viewer.run_files import RunFiles, objects
+from tidegate.viewer.run_files import RunFiles
 
 Wire = dict[str, Any]
 COLUMNS = ("trained", "waiting", "filtered", "stale", "unrewarded", "refused", "cancelled", "failed")
@@ -215,20 +214,6 @@ def reward_chart(versions: Iterable[VersionRecord], rewards: Mapping[int, Runnin
 def _test_row(test: Mapping[str, Any]) -> Wire:
     names = ("reward", "live_reward", "episodes", "live_episodes", "low", "high", "margin", "least")
     return {name: known(test.get(name)) for name in names}
-
-
-def read_service(files: RunFiles) -> ServiceData | None:
-    """Reads the records of a run's clients; None if clients do not run its episodes."""
-    if not files.by_clients:
-        return None
-    ledger, history, records = LedgerState(), VersionHistory(), ClientRecords()
-    for name, take in (
-        ("ledger.jsonl", lambda found: apply_entries(ledger, history.read(found))),
-        ("clients.jsonl", records.read),
-    ):
-        if (path := files.dir / name).exists():
-            take(objects(path, files.remarks))
-    return ServiceData(files, ledger, committed(files.dir), records, history, read_test(files.dir))
 
 
 def read_test(run_dir: Path) -> Mapping[str, Any]:

@@ -143,10 +143,8 @@ def _serve_page(app: FastAPI, name: str) -> None:
 
 
 def page_files() -> dict[str, bytes]:
-    """Returns the page's files by name, with the style and script that the report's charts share."""
-    viewer = resources.files("tidegate.viewer")
-    own = viewer.joinpath("dashboard", "pages")
-    files = [*own.iterdir(), viewer.joinpath("report.css"), viewer.joinpath("report.js")]
+    """Returns the page's files by name."""
+    files = resources.files("tidegate.viewer").joinpath("dashboard", "pages").iterdir()
     return {file.name: file.read_bytes() for file in files if Path(file.name).suffix in TYPES}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from tidegate.viewer.dashboard.curves import Axis, Keys, curves, metrics
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.formatting import printable
-from tidegate.viewer.report import shown_value
+from tidegate.viewer.overview import shown_value
 from tidegate.viewer.run_files import RunFiles
 from tidegate.viewer.signs.history import WINDOW
 

@@ -168,10 +168,7 @@ def episode_to_wire(
         "reward_parts": _numbers(record.get("reward_parts")),
         "agent_reward": known(record.get("agent_reward")),
         "metrics": _numbers(record.get("metrics")),
-        "messages": [
-            {"role": line.role, "text": line.text, "calls": line.calls, "origin": line.sampled}
-            for line in transcript.lines
-        ],
+        "messages": [line.to_wire() for line in transcript.lines],
         "turns": list(turns.values()),
         "tools": [fields_of(line) for line in tool_lines(record)],
         "sequences": [{"turns": path, "own": sorted(own)} for path, own in sequences],

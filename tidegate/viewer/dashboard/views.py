@@ -35,8 +35,16 @@ from tidegate.viewer.dashboard.tasks import tasks
 from tidegate.viewer.dashboard.timeline import timeline
 from tidegate.viewer.formatting import printable
 from tidegate.viewer.ledger import STATES, group_to_wire, quarantined, replaced_by
+from tidegate.viewer.overview import (
+    banners,
+    opening,
+    run_name,
+    scores,
+    shown_settings,
+    staleness_bound,
+    tiles,
+)
 from tidegate.viewer.plots import health_charts, main_charts, reward_chart
-from tidegate.viewer.report import banners, opening, run_name, scores, shown_settings, staleness_bound, tiles
 from tidegate.viewer.run_files import Row
 
 Wire = dict[str, Any]
@@ -87,17 +95,18 @@ def state(run: FollowedRun) -> Wire:
 
 
 def overview(run: FollowedRun) -> Wire:
-    wire: Wire = run.cached("overview", lambda: _overview(run))
+    wire: Wire = run.cached("overview", lambda: overview_of(run, progress=False))
     return wire
 
 
-def _overview(run: FollowedRun) -> Wire:
+def overview_of(run: FollowedRun, *, progress: bool) -> Wire:
+    """Returns the run at a glance; with `progress`, a remark on steps that are not taken yet."""
     files, counts = run.files, run.counts()
     curves = run.curves()
     bound = staleness_bound(files.settings.get("trainer", {}))
     return {
         "opening": STARTING if run.status() == "starting" else opening(files),
-        "banners": [printable(text) for text in (*banners(files, counts, progress=False), *run.remarks())],
+        "banners": [printable(text) for text in banners(files, counts, run.remarks(), progress=progress)],
         "signs": [held.to_wire() for held in run.signs.current.values()],
         "past_signs": [held.to_wire() for held in run.signs.past[-MOST_PAST_SIGNS:]],
         "scores": scores(files),

@@ -15,7 +15,7 @@ from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.state import LedgerState, cancel_interrupted, read_ledger_state, restore_group
-from tidegate.viewer.ledger import count_ledger
+from tidegate.viewer.dashboard.run import FollowedRun
 
 ENDINGS = (State.STEPPED, State.STEPPED, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED)
 
@@ -93,7 +93,9 @@ def test_the_counts_are_those_of_the_audit(tmp_path: Path, seed: int) -> None:
         marker = tmp_path / "checkpoints" / "step_1" / "COMMITTED"
         marker.parent.mkdir(parents=True)
         marker.write_text(json.dumps({"step": 1, "ledger": run.committed}))
-    state, shown, audit = read_ledger_state(run.ledger.path), count_ledger(tmp_path, []), audit_run(tmp_path)
+    followed = FollowedRun(tmp_path)
+    followed.refresh()
+    state, shown, audit = read_ledger_state(run.ledger.path), followed.counts(), audit_run(tmp_path)
     assert shown is not None
     assert state.counts(state.groups, run.committed) == shown.groups == audit.groups
     assert state.counts(state.attempts, run.committed) == shown.attempts == audit.attempts

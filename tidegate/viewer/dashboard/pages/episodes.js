@@ -90,7 +90,7 @@ function errorBanner(one) {
   return one.error ? h("div", { class: "card banner bad" }, h("p", { class: "said" }, one.error)) : null;
 }
 
-function labelled(label, text, origin = "") {
+export function labelled(label, text, origin = "") {
   return h("div", { class: "message other" }, h("span", { class: "role" }, label),
     h("div", { class: text.length > 3000 ? "long" : "" }, h("p", { class: "said" }, text), origin ? h("span", { class: "origin" }, origin) : null));
 }

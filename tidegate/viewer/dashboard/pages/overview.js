@@ -1,7 +1,7 @@
 // The run at a glance; what failed; its settings.
 import { figure } from "./charts.js";
-import { ask, h, link, more, number, percent, plural, stateTag, whole } from "./dom.js";
-import { episodePage } from "./episodes.js";
+import { ask, embedded, h, link, more, number, percent, plural, rewardTone, stateTag, tag, whole } from "./dom.js";
+import { episodePage, labelled, message } from "./episodes.js";
 import { promptLine } from "./search.js";
 
 const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share, 1) } }));
@@ -54,6 +54,23 @@ function signsOf(found) {
   ];
 }
 
+function pairsOf({ how, pairs }) {
+  const episode = (one) => h("div", {},
+    h("h3", {}, capital(one.title), tag(one.verdict, rewardTone(one.reward) === "good" ? "good" : "bad")),
+    one.parts ? h("p", { class: "soft small" }, one.parts) : null, one.messages.map(message),
+    one.returned_last_reply ? h("p", { class: "soft small" }, "The agent returned its last reply.") : one.output === null ? null : labelled("returned", one.output));
+  return [
+    h("h2", {}, "Episodes, before and after"), h("p", { class: "soft" }, how),
+    ...pairs.map((pair) => h("article", { class: "card pair" },
+      h("header", {}, h("h3", {}, "Problem ", h("span", { class: "mono" }, pair.task))),
+      pair.problem.map(message), pair.answer ? labelled("gold answer", pair.answer) : null,
+      h("div", { class: `versus${pair.episodes.length > 1 ? "" : " alone"}` }, pair.episodes.map(episode)))),
+  ];
+}
+
+const stepsOf = (steps) => [h("h2", {}, "Next steps"),
+  h("div", { class: "card" }, steps.map(([purpose, command]) => [h("p", { class: "small soft" }, capital(purpose)), h("pre", {}, command)]))];
+
 export async function overviewPage(main, state) {
   const draw = async () => {
     const found = await ask("overview");
@@ -68,9 +85,11 @@ export async function overviewPage(main, state) {
       h("h2", {}, "How it learned"),
       found.reward ? figure(found.reward) : h("p", { class: "soft" }, "No two steps have been written yet."),
       ...(found.charts.length ? [h("h2", {}, "How it flowed"), h("div", { class: "charts" }, found.charts.map(figure))] : []),
-      ...(charts.length ? [h("p", { class: "soft small" }, "A click on a chart opens the step under the pointer; the arrow keys show the values of a chart that has the focus, and Enter opens the step.")] : []),
+      ...(charts.length && !embedded ? [h("p", { class: "soft small" }, "A click on a chart opens the step under the pointer; the arrow keys show the values of a chart that has the focus, and Enter opens the step.")] : []),
+      ...(found.chosen ? pairsOf(found.chosen) : []),
       ...booksOf(found.books),
-      ...(found.health.length ? [h("h2", {}, "Signs of health"), h("div", { class: "charts health" }, found.health.map(figure))] : []));
+      ...(found.health.length ? [h("h2", {}, "Signs of health"), h("div", { class: "charts health" }, found.health.map(figure))] : []),
+      ...(found.steps ? stepsOf(found.steps) : []));
   };
   await draw();
   main.dataset.up = "#/";

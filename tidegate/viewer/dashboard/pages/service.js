@@ -1,5 +1,5 @@
 // A standing service: its clients' conversations and feedback, rewards by version, publishes and tests of versions.
-import { figure } from "./charts.js";
+import { figure, shape } from "./charts.js";
 import { ask, brief, facts, h, link, number, percent, plural, tag, whole } from "./dom.js";
 
 const right = (text, title) => h("td", { class: "number", title }, text);
@@ -114,19 +114,12 @@ function gateOf(gate) {
 
 // The bounds of the difference as a bar, with 0 and the margin marked.
 function bounds(test) {
-  const shape = (name, attributes) => {
-    const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    return element;
-  };
   const difference = test.reward - test.live_reward;
   const size = 1.15 * Math.max(test.margin, Math.abs(test.low), Math.abs(test.high), 1e-9);
   const at = (value) => 200 + (190 * Math.min(1, Math.max(-1, value / size)));
   const svg = shape("svg", { viewBox: "-90 0 500 46", role: "img", class: "bounds", "aria-label": `difference ${brief(difference)}, between ${brief(test.low)} and ${brief(test.high)}; margin ${brief(test.margin)}` });
   const mark = (value, text, anchor) => {
-    const label = shape("text", { class: "tick", x: at(value), y: 42, "text-anchor": anchor });
-    label.textContent = text;
-    svg.append(shape("line", { class: "grid", x1: at(value), x2: at(value), y1: 4, y2: 28 }), label);
+    svg.append(shape("line", { class: "grid", x1: at(value), x2: at(value), y1: 4, y2: 28 }), shape("text", { class: "tick", x: at(value), y: 42, "text-anchor": anchor }, text));
   };
   mark(-test.margin, `−margin ${number(test.margin, 2)}`, "end");
   mark(0, "0", "middle");

@@ -8,7 +8,7 @@ const LANE = 7;
 const MOST_LANES = 150;
 const SPANS = [1, 3, 10];
 
-// A colour has one meaning on this page; dashboard.css defines them.
+// A colour has one meaning on this page; style.css defines them.
 const VERSIONS = 4;
 const PHASES = { "wait for groups": "t-wait", "wait for teacher": "t-teacher", update: "t-update", "publish gate": "t-gate", publish: "t-publish", promotion: "t-promotion", evaluation: "t-evaluation", other: "t-other" };
 const toneOf = (version) => (version === null ? "t-unknown" : `t-v${version % VERSIONS}`);
