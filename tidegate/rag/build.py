@@ -90,9 +90,7 @@ class Plan:
         inputs = [*files, *_files_of(self.encoder)]
         stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in inputs]
         prefixes = None if self.prefixes is None else [self.prefixes.query, self.prefixes.passage]
-        settings: list[object] = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard]
-        if self.recall is not None:  # so that indexes of earlier versions keep their names
-            settings.append(self.recall)
+        settings = [self.encoder, self.bm25, self.kind, self.dtype, prefixes, self.shard, self.recall]
         return f"g-{hashlib.blake2b(orjson.dumps([stats, settings]), digest_size=6).hexdigest()}"
 
 

@@ -20,7 +20,7 @@ from tidegate.progress import Progress
 from tidegate.rag.build import Plan
 from tidegate.rag.encoders import HashEncoder
 from tidegate.rag.index import vector_index
-from tidegate.rag.index.index_types import IndexKind, factory, nlist
+from tidegate.rag.index.index_types import IndexKind, nlist
 from tidegate.rag.index.manifest import Manifest
 from tidegate.rag.index.searcher import Searcher
 from tidegate.rag.index.vector_index import VectorIndex, build_index
@@ -156,15 +156,3 @@ def test_lists_that_are_missing_or_damaged_are_refused(index: Path, tmp_path: Pa
             Searcher(tmp_path / "copy", threads=1)
     lists.write_bytes(good)
     assert best(tmp_path / "copy") == best(index)
-
-
-def test_lists_inside_the_index_file_are_read(tmp_path: Path) -> None:
-    """As earlier versions wrote them."""
-    all = np.random.default_rng(0).standard_normal((500, 8), np.float32)
-    old = faiss.index_factory(8, factory("ivf-sq8", 500, 8), faiss.METRIC_INNER_PRODUCT)
-    old.train(all)
-    old.add(all)
-    old.nprobe = 2
-    faiss.write_index(old, str(tmp_path / "vectors.faiss"))
-    rows = VectorIndex(tmp_path, "ivf-sq8", 2, 1).search(all[:20], 5)[1]
-    np.testing.assert_array_equal(rows, old.search(all[:20], 5)[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,7 @@ from tests.rag_corpus import build_quietly, passages, write_jsonl
 from tidegate.progress import Progress
 from tidegate.rag import build as build_module
 from tidegate.rag.build import Plan
-from tidegate.rag.index.manifest import IndexEntry, Manifest
 from tidegate.rag.index.recall import TARGET, choose_nprobe
-from tidegate.rag.index.searcher import Searcher
 from tidegate.rag.server.service import RagOptions, open_searcher
 
 
@@ -85,18 +82,3 @@ def test_a_recall_below_the_target_is_warned_of(
         "target": TARGET,
     }
     assert why in searcher.info["warning"]
-
-
-def test_an_index_of_an_earlier_version_has_no_target(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "c.jsonl", passages(50))
-    manifest, _ = build_quietly(Plan([source], tmp_path / "index", "hash"))
-    path = tmp_path / "index" / "manifest.json"
-    assert manifest.index is not None
-    old = manifest.model_dump(mode="json")
-    del old["index"]["target"]
-    old["index"]["recall"]["10"] = 0.3
-    path.write_text(json.dumps(old))
-    entry = Manifest.read(tmp_path / "index").index
-    assert entry == IndexEntry(kind="flat", nprobe=None, recall={10: 0.3})
-    assert entry.warning is None
-    assert len(Searcher(tmp_path / "index", threads=1)) == 50

@@ -108,15 +108,13 @@ class EncoderEntry(_Part):
 
 
 class IndexEntry(_Part):
-    """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists).
-
-    `target` is the recall that the build aimed at, None for an index of an earlier version.
-    """
+    """The vector index. `recall` maps k to recall@k, measured with `nprobe` (None without inverted lists);
+    `target` is the recall that the build aimed at."""
 
     kind: IndexKind
     nprobe: int | None
     recall: dict[int, float]
-    target: float | None = None
+    target: float
 
     @property
     def summary(self) -> str:
@@ -129,7 +127,7 @@ class IndexEntry(_Part):
     def warning(self) -> str | None:
         """A warning if the recall is below the target, else None."""
         missed = [f"recall@{k} is {recall:.3f}" for k, recall in self.recall.items()]
-        if self.target is None or min(self.recall.values()) >= self.target:
+        if min(self.recall.values()) >= self.target:
             return None
         return (
             f"{', '.join(missed)} against exact search, below the target of {self.target:g}, and a larger"

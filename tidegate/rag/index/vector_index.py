@@ -93,19 +93,15 @@ class VectorIndex:
 
 
 def _read(faiss: ModuleType, directory: Path, kind: IndexKind) -> Index:
-    """Opens the index, memory-mapped. Earlier versions wrote inverted lists into FILE."""
-    path = str(directory / FILE)
-    inverted, separate = kind.startswith("ivf"), (directory / LISTS).is_file()
-    flags = faiss.IO_FLAG_MMAP if inverted else faiss.IO_FLAG_MMAP_IFC
-    if separate:
-        flags = faiss.IO_FLAG_SKIP_IVF_DATA | faiss.IO_FLAG_READ_ONLY
-    index: Index = faiss.read_index(path, flags)
+    """Opens the index, memory-mapped."""
+    inverted = kind.startswith("ivf")
+    flags = faiss.IO_FLAG_SKIP_IVF_DATA | faiss.IO_FLAG_READ_ONLY if inverted else faiss.IO_FLAG_MMAP_IFC
+    index: Index = faiss.read_index(str(directory / FILE), flags)
     if not inverted:
         return index
     lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
-    if separate:  # the path in FILE is that of the build
-        lists.filename = str(directory / LISTS)
-        lists.do_mmap()
+    lists.filename = str(directory / LISTS)  # the path in FILE is that of the build
+    lists.do_mmap()
     # By default each search starts up to 32 threads that read lists ahead; they take longer than the search.
     lists.prefetch_nthread = 0
     return index
