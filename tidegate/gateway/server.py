@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -19,11 +17,10 @@ from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.gateway.sharding.shard import Shard
+from tidegate.service.heap import return_freed_memory
 from tidegate.service.serve import Listen, bind, run_app
 
 __all__ = ["GatewayOptions", "serve", "serve_front"]
-M_MMAP_THRESHOLD, MMAP_THRESHOLD = -3, 2**20
-"""Parameter of glibc's `mallopt`, and the bytes from which a block is mapped on its own."""
 
 
 def serve(options: GatewayOptions, listen: Listen) -> None:
@@ -80,16 +77,6 @@ def _check_admin_key(listen: Listen, admin_key: str | None) -> None:
             f"listening on {listen.host} without an admin key would give anyone access: set an admin key, or "
             "listen on loopback"
         )
-
-
-def return_freed_memory() -> None:
-    """Makes the C library return large blocks to the system when they are freed.
-
-    By default glibc takes them from a heap for each thread once it has freed one, and keeps up to 64 MB of
-    each heap: after requests with large bodies, hundreds of megabytes.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
 
 
 def _reduce_garbage_collection() -> None:

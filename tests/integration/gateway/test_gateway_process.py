@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -104,31 +103,3 @@ def test_a_model_without_a_tokenizer_or_template_is_said_so(tmp_path: Path) -> N
     tokenizer.save_pretrained(str(tmp_path / "bare"))
     with pytest.raises(StartError, match="no chat template"):
         Gateway(GatewayOptions(model=tmp_path / "bare"))
-
-
-RETURNING = """
-import re, sys
-from pathlib import Path
-from tidegate.gateway.server import return_freed_memory
-def megabytes():
-    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-if sys.argv[1] == "returning":
-    return_freed_memory()
-before = megabytes()
-bytearray(b"x") * (20 * 2**20)  # its end raises glibc's own threshold
-blocks = [(b"x" * (2**21 + number), b"y" * 1000 + bytes([number])) for number in range(100)]
-kept = [small for _, small in blocks]
-del blocks
-print(megabytes() - before)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is a parameter of glibc")
-def test_large_blocks_are_returned_to_the_system_when_they_are_freed() -> None:
-    grown = {
-        how: float(
-            subprocess.run([sys.executable, "-c", RETURNING, how], capture_output=True, check=True).stdout
-        )
-        for how in ("keeping", "returning")
-    }
-    assert grown["keeping"] > 100 > 20 > grown["returning"], grown

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
+from tidegate.service.heap import share_one_heap
 from tidegate.trainer.batch.microbatch import padding_ratio
 from tidegate.trainer.batch.rows import TrainingSequence, check_scored, minibatches
 from tidegate.trainer.batch.share import RankShare
@@ -117,11 +118,13 @@ class Policy:
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0, ranks: Ranks | None = None) -> Policy:
         """Load a model in float32 and create its optimiser.
 
-        Sets torch's thread count and seed and disables transformers' progress bars, for the whole process.
+        Sets torch's thread count and seed, disables transformers' progress bars and has glibc keep one heap,
+        for the whole process.
 
         Raises:
             StartError: if the model or the reference cannot be loaded, or not trained with these settings.
         """
+        share_one_heap()
         torch.set_num_threads(settings.threads)
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
