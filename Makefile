@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -27,6 +27,12 @@ demo-tiny: install  ## watch a tiny model learn to use a calculator, in minutes;
 
 demo-search: install  ## watch a small model learn to search, against a real retrieval server, in minutes
 	@$(BIN)/python examples/demo_search/demo.py
+
+demo-passages: install  ## watch a real language model learn to search passages, in minutes (fetches 176 MB)
+	@$(BIN)/python examples/small_agents/demo.py search
+
+demo-stories: install  ## watch a real language model learn to use a calculator, in minutes (fetches 93 MB)
+	@$(BIN)/python examples/small_agents/demo.py calculator
 
 demo-service: install  ## watch a small model learn to serve customers by a policy, with tools over MCP, in minutes
 	@$(BIN)/tidegate train examples/service/config.toml --fresh

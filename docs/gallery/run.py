@@ -48,6 +48,8 @@ CARDS = (
     Card("words", "demo", "words", 0.9),
     Card("demo", "demo-tiny", "demo", 0.85),
     Card("search", "demo-search", "demo-search", 0.85),
+    Card("passages", "demo-passages", "small-search", 0.75),
+    Card("stories", "demo-stories", "small-calculator", 0.6),
     Card("service", "demo-service", "demo-service", 0.75),
     Card("shell", "demo-shell", "demo-shell", 0.75),
     Card("online", "demo-online", "online", 0.8),
