@@ -120,8 +120,9 @@ class Loop:
     async def _train(self, parts: list[Batch], metrics: dict[str, float]) -> None:
         """Take the batch's last optimiser step, record the step in the ledger, and add its metrics."""
         self.committable = False
-        await self._backward(parts[-1])
-        update = await asyncio.to_thread(self.policy.optimizer_step)
+        async with self.batches.filtering():
+            await self._backward(parts[-1])
+            update = await asyncio.to_thread(self.policy.optimizer_step)
         batch = Batch.of(parts)
         self.skipped = self.skipped + 1 if update["skipped"] else 0
         batch = batch.without(batch.selection.groups if self.skipped else self.policy.untrained)

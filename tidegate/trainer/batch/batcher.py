@@ -5,8 +5,10 @@ A batch has exactly `groups_per_batch` groups, none staler than the bound when t
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,6 +23,7 @@ from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
+FILTER_EVERY_S = 0.25
 UNKNOWN = "unknown"
 """State in the acknowledgement of a group that is not in admission: never issued, or ended."""
 REFUSED = "refused"
@@ -167,9 +170,7 @@ class Batcher:
                 break
             if interrupted():
                 return None
-            for group in await self._lease():
-                if filtered := await self._take(group):
-                    self._dropped.append(filtered)
+            await self._lease_and_filter(LEASE_WAIT_S)
         now = time.monotonic()
         groups = [self._groups[group_id] for group_id in selection.groups]
         ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
@@ -177,14 +178,41 @@ class Batcher:
         dropped, self._dropped = self._dropped, []
         return Batch(selection, groups, dropped, now - started, ready, scored_s=scored_s)
 
-    async def _lease(self) -> list[Group]:
-        self.waiting = True
+    @contextlib.asynccontextmanager
+    async def filtering(self) -> AsyncIterator[None]:
+        """Lease and filter groups in the `async with` block, a step that takes long.
+
+        Ready groups count as in flight until they are filtered: late in a run, when most of them are all
+        solved, none would start during the step, and the next batch would wait for others.
+        """
+        ended = asyncio.Event()
+        work = asyncio.create_task(self._filter_until(ended))
         try:
-            return await self.gateway.lease(
-                self.admission.epoch, self.admission.rules.groups_per_batch, LEASE_WAIT_S
-            )
+            yield
+        finally:
+            ended.set()
+            await work
+
+    async def _filter_until(self, ended: asyncio.Event) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FILTER_EVERY_S):
+                    await ended.wait()
+            if ended.is_set():
+                return
+            await self._lease_and_filter(0.0)
+
+    async def _lease_and_filter(self, wait_s: float) -> None:
+        """Lease groups, waiting so long for the first one, and drop those without a gradient."""
+        admission = self.admission
+        self.waiting = wait_s > 0
+        try:
+            leased = await self.gateway.lease(admission.epoch, admission.rules.groups_per_batch, wait_s)
         finally:
             self.waiting = False
+        for group in leased:
+            if filtered := await self._take(group):
+                self._dropped.append(filtered)
 
     async def _take(self, group: Group) -> tuple[Group, State] | None:
         """Add a leased group or filter it. A client's group is accepted first, or refused.

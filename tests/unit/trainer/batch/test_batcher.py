@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -259,6 +260,29 @@ async def test_a_clients_group_may_be_withdrawn_while_its_line_is_written(tmp_pa
     assert ("lease-me.1", "filtered") in gateway.acked
     ends = [one["state"] for one in book if one["id"] == "me.1" and one["event"] == "ended"]
     assert ends == ["filtered"]
+
+
+async def during_a_step(batches: Batcher, reached: Callable[[], object]) -> None:
+    async with batches.filtering():
+        await eventually(reached)
+
+
+async def test_groups_that_are_ready_during_a_step_are_filtered_before_the_next_batch() -> None:
+    batches, gateway, book = gathered([ALIKE, ALIKE, APART, APART], dynamic_sampling=True)
+    await during_a_step(batches, lambda: len(gateway.rewards) <= 2)
+    ended = [one["state"] for one in book if one["kind"] == "group" and one["event"] == "ended"]
+    assert ended == ["filtered", "filtered"]
+    batch = await batches.next_batch()
+    assert batch is not None
+    assert [group.rewards() for group in batch.groups] == [APART, APART]
+    assert [group.rewards() for group, _ in batch.dropped] == [ALIKE, ALIKE]
+
+
+async def test_a_failure_of_the_gateway_during_a_step_is_raised() -> None:
+    batches, gateway, _ = gathered([], dynamic_sampling=True)
+    gateway.lease = lease = AsyncMock(side_effect=OSError("no gateway"))  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no gateway"):
+        await during_a_step(batches, lambda: lease.await_count)
 
 
 async def test_a_clients_group_whose_line_a_crash_prevented_has_it_after_the_resume(tmp_path: Path) -> None:
