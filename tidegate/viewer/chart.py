@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -38,16 +38,6 @@ class Chart:
     data: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """How a chart's series are drawn."""
-
-    axes: tuple[str, str]
-    y: tuple[float | None, float | None]
-    size: tuple[int, int]
-    stacked: bool = False
-
-
 def lines(
     title: str,
     series: Sequence[Series],
@@ -65,7 +55,8 @@ def lines(
     shown = [thinned(one) for one in series if one.points]
     if not any(len(one.points) > 1 or "dots" in one.form for one in shown):
         return None
-    return _chart(title, note, shown, Drawing(axes, y_range, size), legend)
+    drawing = {"axes": axes, "y": y_range, "size": size, "stacked": False}
+    return _chart(title, note, shown, drawing, legend)
 
 
 def stacked(
@@ -80,7 +71,7 @@ def stacked(
     shown = [thinned(one) for one in series if any(y for _, y in one.points)]
     if not shown or len(shown[0].points) < 2:
         return None
-    drawing = Drawing(axes, (0.0, None), size, stacked=True)
+    drawing = {"axes": axes, "y": (0.0, None), "size": size, "stacked": True}
     return _chart(title, note, [replace(one, form="area") for one in shown], drawing)
 
 
@@ -111,12 +102,12 @@ def _chart(
     title: str,
     note: str,
     series: Sequence[Series],
-    drawing: Drawing,
+    drawing: Mapping[str, object],
     legend: bool = True,
 ) -> Chart:
     data = {
         "title": title,
-        **asdict(drawing),
+        **drawing,
         "series": [
             {"name": one.name, "tone": one.tone, "form": one.form, "points": rounded(one.points)}
             for one in series

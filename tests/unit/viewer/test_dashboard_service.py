@@ -146,6 +146,7 @@ def test_texts_of_clients_are_data_in_the_page_and_in_the_report(run: ServiceWri
         assert "insertAdjacentHTML" not in script
     page = report(run.dir)
     assert EVIL in page.text, "the name is shown, as text"
+    assert "unkind" not in page.text, "a comment, which its user may have erased"
     assert not [one for one in page.elements if one[0] == "img"]
     assert [attributes for tag, attributes in page.elements if tag == "script"] == [
         {"type": "application/json", "id": "data"}, {"type": "module"},

@@ -276,7 +276,7 @@ def test_a_run_that_has_hardly_begun(tmp_path: Path, kept: list[str]) -> None:
 def test_settings_that_are_not_toml(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=5)
     (run_dir / "config.toml").write_text("[run\n")
-    assert "Config.toml is not valid TOML" in report(run_dir).text
+    assert report(run_dir).text.count("Config.toml is not valid TOML") == 1
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
@@ -419,22 +419,6 @@ def test_a_restored_group_is_live_and_ends_once_more(tmp_path: Path) -> None:
     assert (counts.groups, counts.attempts, counts.staleness) == ({"trained": 1}, {"trained": 1}, {1: 1})
 
 
-def test_the_reports_ledger_agrees_with_the_audit(tmp_path: Path) -> None:
-    from tidegate.trainer.ledger.audit import audit_run
-
-    run_dir = write_run(tmp_path / "demo", steps=30)
-    config = (run_dir / "config.toml").read_text()
-    assert "groups_per_batch" in config
-    lines = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text().splitlines()]
-    for line in lines:
-        line |= {"version": 1, "oldest": 0, "staleness": 1} if line.get("state") == "stepped" else {}
-    (run_dir / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counts, audit = counts_of(run_dir), audit_run(run_dir)
-    assert counts is not None
-    assert +counts.groups == +audit.groups
-    assert +counts.attempts == +audit.attempts
-
-
 def test_ticks_are_round_and_inside() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(3, 97) == [20, 40, 60, 80]
@@ -491,7 +475,7 @@ def test_signs_are_on_the_page_with_numbers_threshold_and_remedy(tmp_path: Path)
     for row in rows:
         row["repetition/mean"] = 0.1 if row["step"] <= 20 else 0.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = report(run).text
+    text = drawn(report(run))
     for part in (
         "Repetition",
         "share of repeated 4-grams 0.500",

@@ -1,6 +1,6 @@
 // A standing service: its clients' conversations and feedback, rewards by version, publishes and tests of versions.
 import { figure, shape } from "./charts.js";
-import { ask, brief, facts, h, link, number, percent, plural, tag, whole } from "./dom.js";
+import { ask, brief, embedded, facts, h, link, number, percent, plural, tag, whole } from "./dom.js";
 
 const right = (text, title) => h("td", { class: "number", title }, text);
 const heads = (names) => h("thead", {}, h("tr", {}, names.map(([name, side, title]) => h("th", { class: side, scope: "col", title }, name))));
@@ -79,7 +79,7 @@ function feedbackOf(found, notes) {
     rows.length ? h("div", { class: "card wide" }, h("table", { class: "list" }, heads(names), h("tbody", {}, rows))) : h("p", { class: "soft" }, "No value has come yet."),
     hidden > 0 ? h("p", { class: "soft" }, `${plural(hidden, "rarer name")} not shown.`) : null,
     kept ? [h("h3", {}, "Comments and corrections"),
-      h("p", { class: "soft" }, `${kept}${notes.length ? "; the newest of trained or dropped conversations:" : "; their conversations are in no step yet, or were refused or erased."}`),
+      h("p", { class: "soft" }, `${kept}${embedded ? "." : notes.length ? "; the newest of trained or dropped conversations:" : "; their conversations are in no step yet, or were refused or erased."}`),
       h("div", { class: "notes" }, notes.map(noteCard))] : null,
   ];
 }
