@@ -6,10 +6,6 @@ rendering with a tokenizer of realistic size, tool parsing, the journal. CPU is 
 system's process during the turns, without opening the sessions.
 
     python benchmarks/gateway.py [--json] [--rounds 5]
-    python benchmarks/gateway.py --breakdown
-
-`--breakdown` samples the gateway's stacks with py-spy (`pip install py-spy`) instead, and prints what a turn
-spends its CPU time on.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from common import Check, report
-from turns.breakdown import breakdown
 from turns.material import write_replies
 from turns.systems import Loader, Processes, System, rllm_python
 
@@ -38,7 +33,6 @@ SESSIONS, TURNS = 64, 8
 EPISODES = 256
 WAVES = 2  # new sessions per round
 LONG_SESSIONS, LONG_PAIRS = 16, 5
-BREAKDOWN_WAVES = 12
 LARGE_POST = 20_000_000
 STALL_S, PACE_S = 8.0, 0.5
 Access = tuple[str, str, str]
@@ -220,7 +214,6 @@ def make_model(directory: Path, context: int = 32768) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print a JSON object last")
-    parser.add_argument("--breakdown", action="store_true", help="print the CPU time of a turn by part")
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     parser.add_argument(
         "--rllm-venv", type=Path, default=ROOT / ".venv-rllm", help="the peer's virtual environment"
@@ -237,9 +230,6 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     loader = processes.load()
     bench = Bench(loader)
     tidegate = processes.tidegate(engine, model)
-    if arguments.breakdown:
-        rows = breakdown(directory / "stacks", tidegate, lambda: bench.round(tidegate), BREAKDOWN_WAVES)
-        return report(rows, [], as_json=arguments.json)
     bare = processes.bare(engine)
     systems = [engine, processes.raw(engine), bare, tidegate]
     try:

@@ -30,13 +30,6 @@ class RagProcesses(Processes):
     def baseline(self, kind: str, index: Path) -> System:
         return self._announced(kind, [sys.executable, "-m", "retrieval.baselines", kind, str(index)], _SEARCH)
 
-    def synthetic(self, index: Path, vectors: int, dimension: int) -> System:
-        """Starts a server of an index of `retrieval.synthetic`; returns once it is ready."""
-        command = [sys.executable, "-m", "retrieval.synthetic", str(index), str(vectors), str(dimension)]
-        system = self._announced("tidegate", command, _SEARCH)
-        until(lambda: _ready(system.url), system, "open its index")
-        return system
-
     def load(self) -> Searches:
         command = [sys.executable, "-m", "retrieval.load"]
         return Searches(self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))

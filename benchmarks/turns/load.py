@@ -7,11 +7,7 @@ between jobs, by session name; connections last for one job.
 `{"kind": "turns", "url", "sessions": [[name, path, key]], "turns", "concurrency", "stream"}` runs `turns`
 turns in each session, `concurrency` sessions at a time, and prints `{"seconds", "turns", "errors",
 "error"}`; an error ends the turns of its session. With `"for_s"` and `"every_s"` instead of `"turns"`, each
-session runs a turn every `every_s` seconds for `for_s` seconds; `"every_s"` beside `"turns"` paces these.
-With `"added"`, each message after a reply has a text of that many words. The output also has `"p50_ms"` and
-`"p99_ms"`.
-`{"kind": "probe", "url", "path", "every_s", "until"}` requests a path until a file exists, and prints
-`{"p50_ms", "p99_ms", "probes"}`.
+session runs a turn every `every_s` seconds for `for_s` seconds. The output also has `"p99_ms"`.
 `{"kind": "posts", "url", "sessions": [[name, path, key]], "size", "for_s"}` repeatedly posts a message of
 `size` bytes for `for_s` seconds, and prints `{"posts", "statuses", "seconds_each"}`.
 """
@@ -19,21 +15,18 @@ With `"added"`, each message after a reply has a text of that many words. The ou
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
 import orjson
 import uvloop
-from turns.material import SYSTEM, TOOL, TURN_TOKENS, passage, question
+from turns.material import SYSTEM, TOOL, TURN_TOKENS, question
 
 _REQUEST = (
     b"POST %b HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer %b\r\n"
@@ -51,20 +44,14 @@ class Connection(asyncio.Protocol):
         self._server = transport.get_extra_info("peername")[:2]
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None
 
-    async def get(self, path: bytes) -> tuple[int, bytes]:
-        return await self._exchange(b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" % path)
-
     async def post(self, path: bytes, key: bytes, body: bytes) -> tuple[int, bytes]:
-        return await self._exchange(_REQUEST % (path, key, len(body)) + body)
-
-    async def _exchange(self, data: bytes) -> tuple[int, bytes]:
         loop = asyncio.get_running_loop()
         if self._transport.is_closing():  # servers close idle connections
             await loop.create_connection(lambda: self, *self._server)
         self._answer = loop.create_future()
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._transport.write(data)
+        self._transport.write(_REQUEST % (path, key, len(body)) + body)
         return await self._answer
 
     def close(self) -> None:
@@ -88,8 +75,7 @@ class Connection(asyncio.Protocol):
 class Agent:
     """One session: sends requests and extends the history after each reply."""
 
-    def __init__(self, name: str, path: str, key: str, added: int = 0) -> None:
-        self._name, self._added = name, added
+    def __init__(self, name: str, path: str, key: str) -> None:
         self._path, self._key = path.encode(), key.encode()
         self.taken = 0
         self._messages: list[dict[str, Any]] = [
@@ -113,11 +99,10 @@ class Agent:
         self._messages.append(message)
         self.taken += 1
         calls = message.get("tool_calls")
-        more = passage(f"{self._name}/{self.taken}", self._added)
         if calls:
-            self._messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": f"42{more}"})
+            self._messages.append({"role": "tool", "tool_call_id": calls[0]["id"], "content": "42"})
         else:
-            text = f"Step {self.taken} is not right yet. Go on.{more}"
+            text = f"Step {self.taken} is not right yet. Go on."
             self._messages.append({"role": "user", "content": text})
 
 
@@ -145,8 +130,7 @@ class Load:
     async def turns(self, job: dict[str, Any]) -> dict[str, Any]:
         address = urlsplit(job["url"])
         agents = [
-            self._agents.setdefault(name, Agent(name, path, key, job.get("added", 0)))
-            for name, path, key in job["sessions"]
+            self._agents.setdefault(name, Agent(name, path, key)) for name, path, key in job["sessions"]
         ]
         queue, errors, took = iter(agents), [], []
         before = sum(agent.taken for agent in agents)
@@ -160,7 +144,7 @@ class Load:
         seconds = time.perf_counter() - began
         taken = sum(agent.taken for agent in agents) - before
         done = {"seconds": seconds, "turns": taken, "errors": len(errors), "error": next(iter(errors), None)}
-        return {**done, "p50_ms": _quantile(took, 0.5), "p99_ms": _quantile(took, 0.99)}
+        return {**done, "p99_ms": 1e3 * sorted(took)[int(0.99 * len(took))] if took else None}
 
     async def posts(self, job: dict[str, Any]) -> dict[str, Any]:
         address = urlsplit(job["url"])
@@ -180,20 +164,6 @@ class Load:
         posts = statuses.total()
         each = (time.perf_counter() - began) / posts
         return {"posts": posts, "statuses": statuses, "seconds_each": each}
-
-    async def probe(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Times GET requests, one after another; they end with the file `until`."""
-        address, until = urlsplit(job["url"]), Path(job["until"])
-        [connection] = await self._connect(address.hostname or "", address.port or 0, 1)
-        took = []
-        while not until.exists():  # noqa: ASYNC240 - a local file, in a process of its own
-            began = time.perf_counter()
-            async with asyncio.timeout(_REPLY_S):
-                await connection.get(job["path"].encode())
-            took.append(time.perf_counter() - began)
-            await asyncio.sleep(job["every_s"])
-        connection.close()
-        return {"p50_ms": _quantile(took, 0.5), "p99_ms": _quantile(took, 0.99), "probes": len(took)}
 
     async def _connect(self, host: str, port: int, count: int) -> list[Connection]:
         loop = asyncio.get_running_loop()
@@ -225,25 +195,19 @@ async def _beginnings(job: dict[str, Any]) -> AsyncIterator[float]:
             yield time.perf_counter()
         return
     now = time.perf_counter()
-    end = now + job.get("for_s", math.inf)
+    end = now + job["for_s"]
     due = now + random.random() * job["every_s"]
-    for _ in itertools.count() if "for_s" in job else range(job["turns"]):
-        if due >= end:
-            return
+    while due < end:
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         yield due
         due = max(due + job["every_s"], time.perf_counter())
-
-
-def _quantile(seconds: list[float], share: float) -> float | None:
-    return 1e3 * sorted(seconds)[int(share * len(seconds))] if seconds else None
 
 
 async def main() -> None:
     load = Load()
     for line in sys.stdin:
         job = orjson.loads(line)
-        result = await {"posts": load.posts, "turns": load.turns, "probe": load.probe}[job["kind"]](job)
+        result = await {"posts": load.posts, "turns": load.turns}[job["kind"]](job)
         print(orjson.dumps(result).decode(), flush=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -30,22 +29,6 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-_WORDS = (
-    *sorted({word.strip(".,;") for word in _PROSE.split()}),
-    *(
-        "result",
-        "error",
-        "table",
-        "column",
-        "value",
-        "import",
-        "return",
-        "function",
-        "path",
-        "warning",
-        "None",
-    ),
-)
 SYSTEM = (
     "You solve word problems step by step. Think before you answer, use the calculator for every "
     "computation, and end with the answer alone on a line that starts with ####."
@@ -58,16 +41,6 @@ def question(session: str) -> str:
         f"Problem {session}: Tom has three apples and buys five more on Tuesday. On Wednesday he gives a "
         "quarter of them to his sister, who already had twelve. How many apples do they have together?"
     )
-
-
-def passage(name: str, words: int) -> str:
-    """A text of this many words, with numbers and line breaks; another one for each name."""
-    random = Random(name)
-    pieces = []
-    for _ in range(words):
-        word = random.choice(_WORDS)
-        pieces.append(f"{word}{random.randrange(1000)}\n" if random.random() < 0.05 else word)
-    return f" {' '.join(pieces)}" if pieces else ""
 
 
 def write_replies(path: Path, renderer: Renderer, count: int = 16, tokens: int = TURN_TOKENS) -> None:

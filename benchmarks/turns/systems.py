@@ -37,10 +37,6 @@ class System:
         """User and system time of the process and its children so far."""
         return sum(_cpu(pid) for pid in _family(self.process.pid))
 
-    def own_cpu_seconds(self) -> float:
-        """User and system time of the process so far, without its children."""
-        return _cpu(self.process.pid)
-
     def rss_mb(self) -> float:
         return sum(_rss(pid) for pid in _family(self.process.pid)) / 2**20
 
@@ -120,23 +116,6 @@ class Processes:
         command = [sys.executable, "-m", "turns.load"]
         return Loader(self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
 
-    def agent(self, client: str, engine: System) -> Callable[[str], float]:
-        """Starts an agents' process; returns a function that runs a round of `turns.agent`."""
-        command = [sys.executable, "-m", "turns.agent", client, engine.url]
-        process = self._start(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-        def run(kind: str) -> float:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(kind.encode() + b"\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            if not answer:
-                raise RuntimeError(f"the agents' process of {client} exited; its error is printed above")
-            return float(answer)
-
-        return run
-
     def engine(self, replies: Path) -> System:
         command = [sys.executable, "-m", "turns.engine", str(replies)]
         return self._announced("engine", command, "/v1/chat/completions")
@@ -149,11 +128,11 @@ class Processes:
         command = [sys.executable, "-m", "turns.raw_forwarder", engine.url]
         return self._announced("raw", command, "/s/{session}/v1/chat/completions")
 
-    def tidegate(self, engine: System, model: Path, settings: Sequence[str] = ()) -> System:
+    def tidegate(self, engine: System, model: Path) -> System:
         """Starts the gateway with its journal on disk. Its log is in the file `tidegate-N.log`."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model)]
         command += ["--journal", str(self._directory / f"journal-{next(self._numbers)}")]
-        command += ["--engine.urls", engine.url, "--gateway.port=0", *settings, "--announce"]
+        command += ["--engine.urls", engine.url, "--gateway.port=0", "--announce"]
         log = self._directory / f"tidegate-{next(self._numbers)}.log"
         return self._announced("tidegate", command, "/s/{session}/v1/chat/completions", log)
 

@@ -43,7 +43,7 @@ def add(subparsers: Subparsers) -> None:
         "--costs",
         type=Path,
         metavar="FILE",
-        help="costs for --ceilings: output of benchmarks/ceilings.py --json",
+        help="costs for --ceilings: a JSON file, see docs/simulate.md",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to a PNG, SVG or PDF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")

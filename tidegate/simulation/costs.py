@@ -1,4 +1,4 @@
-"""CPU seconds per event of the components that are single processes, measured by `benchmarks/ceilings.py`."""
+"""CPU seconds per event of the components that are single processes, as they were measured on one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tidegate.settings.sections import SettingsSection
 
 Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ROW = ("cost", "value", "fills_a_core_at")
-"""Keys of a measured cost in the output of `benchmarks/ceilings.py --json`."""
+"""Keys of a measured cost in a file of costs."""
 
 
 class Costs(SettingsSection):
@@ -108,11 +108,11 @@ MEASURED = Costs(
     journal_turn_bytes=666.0,
     journal_token_bytes=12.8,
 )
-"""Costs on two cores of an AMD EPYC, by `benchmarks/ceilings.py`."""
+"""Costs on two cores of an AMD EPYC, measured on 2026-11-26."""
 
 
 def read_costs(path: Path) -> Costs:
-    """Reads the output of `benchmarks/ceilings.py --json`, with or without the table before the JSON object.
+    """Reads `{"results": [{"cost", "value"}, ...]}`, with or without lines before the JSON object.
 
     Raises:
         ConfigError: The file cannot be read, or a cost is unknown, missing, repeated or not a number.
@@ -126,8 +126,8 @@ def read_costs(path: Path) -> Costs:
         raise ConfigError(f"--costs {path}: there is no cost {_named(sorted(unknown)[0])}")
     if missing := Costs.model_fields.keys() - costs.keys():
         raise ConfigError(
-            f"--costs {path}: these costs are missing: {', '.join(sorted(missing))}; measure them again with "
-            "benchmarks/ceilings.py --json of this version"
+            f"--costs {path}: these costs are missing: {', '.join(sorted(missing))}; docs/simulate.md says "
+            "how to measure them"
         )
     try:
         return Costs.model_validate(costs, strict=True)
@@ -144,12 +144,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"--costs {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(
-            f"--costs {path}: not the output of benchmarks/ceilings.py --json: {error}"
-        ) from None
+        raise ConfigError(f"--costs {path}: no JSON object of costs (docs/simulate.md): {error}") from None
     keys = {"machine", "results", "checks"}
     if not isinstance(found, dict) or not isinstance(found.get("results"), list):
-        raise ConfigError(f"--costs {path}: not the output of benchmarks/ceilings.py --json: no 'results'")
+        raise ConfigError(f"--costs {path}: no JSON object of costs (docs/simulate.md): no 'results'")
     if unknown := found.keys() - keys:
         raise ConfigError(f"--costs {path}: there is no key {sorted(unknown)[0]!r}; known: {', '.join(keys)}")
     for row in found["results"]:
