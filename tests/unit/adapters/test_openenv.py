@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("openenv")
 
-from tests.unit.adapters.scored import equal_scores, scores
+from tests.unit.adapters.scored import equal_scores, openenv_server
 from tidegate.envs.adapters.openenv import OpenEnvError
 from tidegate.envs.base import Done, load_environment
 from tidegate.errors import ConfigError
@@ -19,7 +19,7 @@ LETTERS = "abcdefgh"
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with scores.openenv_server() as url:
+    with openenv_server() as url:
         yield url
 
 
