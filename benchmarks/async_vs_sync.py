@@ -17,19 +17,16 @@ of arms runs with several seeds, in turns; times are summed over the seeds.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
-from common import Check, report
+from common import Check, parser_of, place, report
 
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
@@ -165,8 +162,7 @@ def speedup(results: Sequence[dict[str, Any]]) -> float | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--seeds", type=int, default=2, help="number of pairs of runs with the sleeping tool")
     parser.add_argument("--steps", type=int, default=24, help="steps per run")
     parser.add_argument("--target", type=float, default=0.8, help="sampled held-out reward to reach")
@@ -174,9 +170,8 @@ def main() -> int:
     parser.add_argument("--median", type=float, default=0.5, help="median sleep of the tool, in seconds")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
-    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-async-"))
 
-    def pairs(seeds: int, median_s: float) -> list[dict[str, Any]]:
+    def pairs(directory: Path, seeds: int, median_s: float) -> list[dict[str, Any]]:
         return [
             measure(
                 settings_of(directory, arm, seed, arguments.steps, median_s),
@@ -186,11 +181,9 @@ def main() -> int:
             for arm in ARMS
         ]  # fmt: skip
 
-    try:
-        slow, quick = pairs(arguments.seeds, arguments.median), pairs(1, 0.0)
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
+    with place(arguments.keep, "async") as directory:
+        slow = pairs(directory, arguments.seeds, arguments.median)
+        quick = pairs(directory, 1, 0.0)
     print("dynamic sampling is off in every arm; times exclude evaluation")
     without = speedup(quick)
     print(f"without the sleep: speedup {'none, target missed' if without is None else f'{without:.2f}'}")

@@ -23,17 +23,15 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Check, report
+from common import Check, parser_of, place, report
 from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.failpoints import PASSED, VARIABLE
@@ -270,10 +268,7 @@ def children(pid: int) -> list[tuple[int, bytes]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--failpoints", help="names, separated by commas; default: all")
@@ -293,7 +288,15 @@ def main() -> int:
         if unknown := wanted - {*trainer, *gateway, *last}:
             parser.error(f"unknown failpoints: {', '.join(sorted(unknown))}")
         trainer, gateway, last = ([one for one in some if one in wanted] for some in (trainer, gateway, last))
-    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-chaos-"))
+    with place(arguments.keep, "chaos") as directory:
+        return endure(directory, (trainer, gateway, last), rng, arguments)
+
+
+def endure(
+    directory: Path, points: tuple[list[str], ...], rng: random.Random, arguments: argparse.Namespace
+) -> int:
+    """Kills and restarts the run until all is done or the time is over."""
+    trainer, gateway, last = points
     chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful)
     chaos.recall()
     began = time.monotonic()
@@ -313,8 +316,6 @@ def main() -> int:
         return conclude(chaos, {*trainer, *gateway, *last}, arguments)
     finally:
         chaos.stop()
-        if arguments.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
 
 
 def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> int:

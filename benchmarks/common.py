@@ -1,11 +1,15 @@
-"""Output of the benchmarks: a table, then with `--json` one object; exits non-zero if a check fails."""
+"""What benchmarks share: command line, directory, table, one object with `--json`, exit code of checks."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import operator
 import os
 import platform
+import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,26 @@ class Check:
     @property
     def holds(self) -> bool:
         return self.value is not None and bool(OPERATORS[self.op](self.value, self.goal))
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--json`; the description is printed as it stands."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    return parser
+
+
+@contextlib.contextmanager
+def place(keep: Path | None, name: str) -> Iterator[Path]:
+    """The directory of a benchmark's files: `keep`, or a temporary one."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    with tempfile.TemporaryDirectory(prefix=f"tidegate-{name}-", ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 def machine() -> dict[str, Any]:

@@ -10,20 +10,17 @@ over three seeds is checked. The plain model also recomputes the recorded logpro
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, place, report
 
 from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.envs.base import load_environment
@@ -111,40 +108,37 @@ def train(settings: Settings, credit: CreditAssignment | None = None) -> dict[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--demo", choices=GOALS, default="calculator")
     parser.add_argument("--steps", type=int, default=None, help="steps of the seeded run (the demo's)")
     parser.add_argument("--control-steps", type=int, help="steps of the controls (by demo)")
     parser.add_argument("--shuffles", type=int, default=3, help="runs with shuffled rewards")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the runs")
     arguments = parser.parse_args()
-    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-controls-"))
 
     control = f"--trainer.steps={arguments.control_steps or CONTROL_STEPS[arguments.demo]}"
     steps = [f"--trainer.steps={arguments.steps}"] if arguments.steps else []
-    try:
-        with demo(arguments.demo, directory) as (config, laid):
+    with (
+        place(arguments.keep, "controls") as directory,
+        demo(arguments.demo, directory) as (config, laid),
+    ):
 
-            def settings(name: str, *overrides: str) -> Settings:
-                place = [f"--run.dir={directory}", f"--run.name={name}"]
-                return load_settings(config, [*place, *laid, *overrides])
+        def settings(name: str, *overrides: str) -> Settings:
+            where = [f"--run.dir={directory}", f"--run.name={name}"]
+            return load_settings(config, [*where, *laid, *overrides])
 
-            frozen = train(settings("learning_rate_0", control, "--trainer.learning_rate=0"))
-            dealt = []
-            for seed in range(arguments.shuffles):
-                # Training on noise may make all rewards of a group equal; such groups are kept.
-                dealing = settings(
-                    f"shuffled_rewards_{seed}",
-                    control,
-                    "--trainer.dynamic_sampling=false",
-                    f"--run.seed={seed}",
-                )
-                dealt.append(train(dealing, shuffled(dealing.trainer, seed)))
-            seeded = train(settings("another_seed", "--run.seed=1", *steps))
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
+        frozen = train(settings("learning_rate_0", control, "--trainer.learning_rate=0"))
+        dealt = []
+        for seed in range(arguments.shuffles):
+            # Training on noise may make all rewards of a group equal; such groups are kept.
+            dealing = settings(
+                f"shuffled_rewards_{seed}",
+                control,
+                "--trainer.dynamic_sampling=false",
+                f"--run.seed={seed}",
+            )
+            dealt.append(train(dealing, shuffled(dealing.trainer, seed)))
+        seeded = train(settings("another_seed", "--run.seed=1", *steps))
     checks = [
         Check("learning_rate_0_change", abs(frozen["after"] - frozen["before"]), "<=", 0.05),
         Check("shuffled_rewards_rise", fmean(run["after"] - run["before"] for run in dealt), "<=", 0.05),

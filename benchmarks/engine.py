@@ -24,7 +24,6 @@ median of the per-repeat ratios to the system with the best median.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -42,7 +41,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import torch
-from common import Check, report
+from common import Check, parser_of, report
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from tidegate.engine.model.model import Model, load_model
@@ -344,8 +343,7 @@ def bfloat16(path: Path, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs per comparison; medians are shown")
     parser.add_argument("--model", type=Path, default=MODEL)
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Check, report
+from common import Check, parser_of, report
 from step import SETTINGS, compare, episodes, make_model, median_ratio, merged, our_step
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -121,8 +121,7 @@ def memory() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps per variant")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--held", choices=FORMS, help=argparse.SUPPRESS)

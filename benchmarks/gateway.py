@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, report
 from turns.material import write_replies
 from turns.systems import Loader, Processes, System, rllm_python
 
@@ -212,8 +212,7 @@ def make_model(directory: Path, context: int = 32768) -> Path:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="number of rounds")
     parser.add_argument(
         "--rllm-venv", type=Path, default=ROOT / ".venv-rllm", help="the peer's virtual environment"

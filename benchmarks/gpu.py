@@ -22,11 +22,8 @@ every part in under a minute to test the script; its figures are meaningless, an
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import shutil
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +35,7 @@ from typing import Any
 import controls
 import numpy as np
 import torch
-from common import Check, report
+from common import Check, parser_of, place, report
 from step import Work, flops
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -381,8 +378,7 @@ def learned(shape: Shape, device: torch.device, directory: Path) -> tuple[dict[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--keep", type=Path, help="directory in which to keep the demo's run")
@@ -391,12 +387,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torch finds no CUDA device here: nothing was measured, and nothing is claimed.")
         return report([], [], as_json=given.json)
     shape = SHAPES[given.shape]
-    directory = Path(tempfile.mkdtemp(prefix="tidegate-gpu-"))
-    try:
+    with place(None, "gpu") as directory:
         results, checks = measure(shape, given.device, directory)
         ran, more = learned(shape, given.device, given.keep or directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     return report([*results, ran], [*checks, *more], as_json=given.json)
 
 

@@ -23,7 +23,6 @@ import re
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -31,7 +30,7 @@ from typing import Any
 
 import aiohttp
 import zstandard
-from common import Check, report
+from common import Check, parser_of, place, report
 from hostile_attacks import ATTACKS, Attacker, slow_headers
 from hostile_world import (
     ENVIRONMENT,
@@ -168,10 +167,7 @@ async def measure(place: Path, scale: argparse.Namespace) -> tuple[list[dict[str
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--conversations", type=int, default=10_000)
     parser.add_argument("--deletes", type=int, default=66_400)
     parser.add_argument("--connections", type=int, default=2000, help="at a time, without a key")
@@ -179,12 +175,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=[attack.__name__ for attack in ATTACKS])
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run in DIR")
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        place = arguments.keep or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-hostile-"))
-        )
-        place.mkdir(parents=True, exist_ok=True)
-        rows, checks = asyncio.run(measure(place.absolute(), arguments))
+    with place(arguments.keep, "hostile") as directory:
+        rows, checks = asyncio.run(measure(directory.absolute(), arguments))
     return report(rows, checks, as_json=arguments.json)
 
 

@@ -9,7 +9,6 @@ folder, or of `ledger/state.py`) changed in a copy of the package; then the core
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Check, report
+from common import Check, parser_of, report
 
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
@@ -184,10 +183,7 @@ def overlay(copy: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--only", help="name of a single fault to test")
     arguments = parser.parse_args()
     faults = [fault for fault in FAULTS if arguments.only in (None, fault.name)]

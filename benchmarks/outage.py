@@ -10,14 +10,11 @@ standard error of the difference is 0.02.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -26,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, place, report
 from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.config import load_settings
@@ -174,10 +171,7 @@ def checks_of(results: Sequence[dict[str, Any]], seconds: float) -> list[Check]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="duration of each outage")
     parser.add_argument("--steps", type=int, help="steps per run; default: the demo's")
     parser.add_argument("--only", choices=[part.name for part in PARTS])
@@ -185,9 +179,8 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     if arguments.steps is not None:
         overrides.append(f"--trainer.steps={arguments.steps}")
-    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-outage-"))
     results, checks = [], []
-    try:
+    with place(arguments.keep, "outage") as directory:
         for part in PARTS:
             if arguments.only not in (None, part.name):
                 continue
@@ -197,9 +190,6 @@ def main() -> int:
                 pair.append(train(part, directory / name, seconds, overrides))
             results += pair
             checks += checks_of(pair, arguments.seconds)
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
     return report(results, checks, as_json=arguments.json)
 
 

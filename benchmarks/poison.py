@@ -9,17 +9,14 @@ environment (`desk.py`), and the agent is `chat`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Check, report
+from common import Check, parser_of, place, report
 from poisoned_solver import poison_of
 
 from tidegate.config import Settings, load_settings
@@ -99,32 +96,25 @@ def train(settings: Settings) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--stateful", action="store_true", help="the calculator is the environment's")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     arguments = parser.parse_args()
-    directory = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-poison-"))
     agent = "PoisonedChat" if arguments.stateful else "PoisonedSolver"
     environment = [f"--env.use={HERE / 'desk.py'}:Desk"] if arguments.stateful else []
-    settings = load_settings(
-        DEMO,
-        [
-            f"--run.dir={directory}", "--run.name=poison", f"--trainer.steps={arguments.steps}",
-            f"--agent.use={HERE / 'poisoned_solver.py'}:{agent}", f"--agent.deadline_s={DEADLINE_S}",
-            *environment,
-        ],
-    )  # fmt: skip
-    try:
+    with place(arguments.keep, "poison") as directory:
+        settings = load_settings(
+            DEMO,
+            [
+                f"--run.dir={directory}", "--run.name=poison", f"--trainer.steps={arguments.steps}",
+                f"--agent.use={HERE / 'poisoned_solver.py'}:{agent}", f"--agent.deadline_s={DEADLINE_S}",
+                *environment,
+            ],
+        )  # fmt: skip
         trained = train(settings)
         book = Book.of(settings.run_dir).figures(settings.trainer.max_attempts)
         holds = audit_run(settings.run_dir).consistent
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(directory, ignore_errors=True)
     met = sum(book[f"tasks_{kind}"] for kind in ("raises", "hangs", "silent"))
     checks = [
         Check("after", trained["after"], ">=", 0.90),

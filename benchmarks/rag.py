@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, report
 from retrieval.baselines import K
 from retrieval.material import make_index, queries, recalls
 from retrieval.systems import RagProcesses, Searches
@@ -122,8 +122,7 @@ def pairs(taken: Rows, one: str, other: str, clients: int, key: str) -> Iterator
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds")
     parser.add_argument("--encoder", type=Path, default=Path("build/minilm"), help="directory of the encoder")
     arguments = parser.parse_args()

@@ -38,7 +38,7 @@ import numpy as np
 import psutil
 import step as steps
 import torch
-from common import Check, report
+from common import Check, parser_of, report
 from engine import Ask, Serve, client_of, generate, serving
 from step import compare, our_step, plain_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -338,8 +338,7 @@ PARTS = {"engine": engines, "step": step, "memory": memory}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model", type=Path, help="default: build/smollm2")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of an environment with vLLM")

@@ -23,7 +23,6 @@ Nothing here was measured on a GPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import math
@@ -41,7 +40,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers.masking_utils
-from common import Check, report
+from common import Check, parser_of, report
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -394,8 +393,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES)
     parser.add_argument("--gpus", type=int, nargs="+", default=(1, 8))
     given = parser.parse_args(arguments)

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, report
 from escapes import ATTEMPTS, RAW, Attempt
 from escapes_files import TRICKS
 from escapes_world import SECRET, Targets, attempted, marked
@@ -231,10 +231,7 @@ async def starts(number: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--sandboxes", type=int, default=1000, help="opened by owners that are killed")
     parser.add_argument("--starts", type=int, default=60)
     parser.add_argument("--seed", default="0")

@@ -10,7 +10,6 @@ run must have gone on, stop on request, and pass its audit.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, report
 
 from tidegate.errors import STOPPED
 from tidegate.trainer.ledger.audit import audit_run
@@ -101,15 +100,12 @@ def measure(parent: Path, tries: int, longest_s: float, seed: int) -> tuple[list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tries", type=int, default=10)
     parser.add_argument(
         "--longest", type=float, default=10.0, help="longest pause between two starts in seconds"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="second-start-") as place:
         rows, harmed = measure(Path(place), arguments.tries, arguments.longest, arguments.seed)

@@ -10,19 +10,16 @@ and restarted 20 s later at its address: the outage is noticed, ends, and costs 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import Check, report
+from common import Check, parser_of, place, report
 from lineage import last_step
 from outage import ENVIRONMENT, ROOT, Server
 
@@ -117,24 +114,19 @@ def checks(result: dict[str, Any], steps: int) -> list[Check]:
 def main() -> int:
     if len(sys.argv) > 1 and sys.argv[1].startswith("--serve="):
         return serve_throttled(float(sys.argv[1].partition("=")[2]), sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument("--rate", type=float, default=20.0, help="tokens per second of the engine")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--only", choices=("slow", "killed"))
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
     arguments, overrides = parser.parse_known_args()
-    place = arguments.keep or Path(tempfile.mkdtemp(prefix="tidegate-slow-"))
     results, found = [], []
-    try:
+    with place(arguments.keep, "slow") as directory:
         for name in ("slow", "killed"):
             if arguments.only in (None, name):
                 rate = arguments.rate if name == "slow" else 50 * arguments.rate
-                results.append(train(name, rate, arguments.steps, place / name, overrides))
+                results.append(train(name, rate, arguments.steps, directory / name, overrides))
                 found += checks(results[-1], arguments.steps)
-    finally:
-        if arguments.keep is None:
-            shutil.rmtree(place, ignore_errors=True)
     return report(results, found, as_json=arguments.json)
 
 

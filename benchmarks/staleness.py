@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Check, report
+from common import Check, parser_of, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tidegate.agents.search_tools import tool_definitions
@@ -367,8 +367,7 @@ def checks_of(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--demo", choices=DEMOS, default="arithmetic", help="default: arithmetic")
     parser.add_argument("--losses", nargs="*", type=loss_name, default=LOSSES, help="default: all")
     parser.add_argument("--staleness", nargs="+", choices=BOUNDS, default=BOUNDS, help="default: all")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Check, report
+from common import Check, parser_of, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
@@ -256,8 +256,7 @@ def measure(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="timed steps per loop")
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args()

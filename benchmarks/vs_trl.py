@@ -16,13 +16,11 @@ on a CPU.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +28,7 @@ from statistics import fmean
 from typing import Any
 
 import psutil
-from common import Check, report
+from common import Check, parser_of, place, report
 from controls import demo
 
 from tidegate.config import Settings, load_settings
@@ -136,22 +134,14 @@ def pair(python: str, config: Path, laid: list[str], directory: Path, seed: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON object last")
+    parser = parser_of(__doc__)
     parser.add_argument("--trl", required=True, metavar="PYTHON")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--every", type=int, default=6, help="steps between evaluations")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs in DIR")
     arguments = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        directory = arguments.keep or Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-trl-"))
-        )
-        directory.mkdir(parents=True, exist_ok=True)
-        config, model = stack.enter_context(demo("words", directory))
+    with place(arguments.keep, "trl") as directory, demo("words", directory) as (config, model):
         laid = [*model, f"--trainer.steps={arguments.steps}", f"--eval.every={arguments.every}"]
         laid.append("--trainer.until=1000")  # no reward of the demo: all steps are taken
         rows = [
