@@ -252,8 +252,7 @@ async def staged(
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
         stack.callback(engine.release)
-        app = create_app(gateway)
-        url = await stack.enter_async_context(served(app, direct=app.direct))
+        url = await stack.enter_async_context(served(create_app(gateway)))
         client = await stack.enter_async_context(GatewayClient(url, gateway.options.admin_key))
         await client.add_engine(engine.url)
         yield Stage(gateway, client, engine, url, stack)

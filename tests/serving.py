@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import uvicorn
 
 from tests.waiting import eventually
-from tidegate.service.direct.protocol import DirectProtocol
-from tidegate.service.direct.request import DirectRoute
+from tidegate.service.bounds import BoundedProtocol
 
 START_S = 30.0
 GRACE_S = 1.0
@@ -56,13 +55,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def served(
-    app: Any, port: int = 0, direct: Mapping[bytes, DirectRoute] | None = None
-) -> AsyncIterator[str]:
+async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
     """Serves the app; yields its URL. At the end, open requests have GRACE_S to finish."""
     sock = socket.create_server(("127.0.0.1", port))
-    protocol = DirectProtocol.serving(direct or {})
-    server = _Server(uvicorn.Config(app, http=protocol, log_level="warning", access_log=False))
+    server = _Server(uvicorn.Config(app, http=BoundedProtocol, log_level="warning", access_log=False))
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         async with asyncio.timeout(START_S):

@@ -13,8 +13,8 @@ import pytest
 from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.control_stage import TASK
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.service.direct import bounds
-from tidegate.service.direct.request import MAX_HEADERS
+from tidegate.service import bounds
+from tidegate.service.bounds import MAX_HEADERS
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 

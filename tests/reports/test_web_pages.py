@@ -20,8 +20,7 @@ from tidegate.service.local_only import LocalOnly
 async def url(tmp_path: Path) -> AsyncIterator[str]:
     """A gateway without an admin key, as `tidegate gateway` starts one on loopback."""
     app = create_app(Gateway(GatewayOptions(model=make_model_dir(tmp_path / "tiny"))))
-    guard = LocalOnly(app, on_loopback=True)
-    async with served(guard, direct={line: guard.guarded(route) for line, route in app.direct.items()}) as at:
+    async with served(LocalOnly(app, on_loopback=True)) as at:
         yield at
 
 

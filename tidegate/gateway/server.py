@@ -32,8 +32,7 @@ def serve(options: GatewayOptions, listen: Listen) -> None:
     # A thread that encodes a long text yields to the event loop after 0.5 ms instead of 5 ms.
     sys.setswitchinterval(0.0005)
     app = create_app(gateway)
-    keyless = options.admin_key is None
-    run_app(app, bind(listen, "gateway.port"), listen, app.direct, keyless=keyless)
+    run_app(app, bind(listen, "gateway.port"), listen, keyless=options.admin_key is None)
 
 
 def serve_front(

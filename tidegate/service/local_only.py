@@ -7,13 +7,11 @@ own host name point to this machine (DNS rebinding) can read the replies too.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from tidegate.service.direct.request import JSON, DirectRequest, DirectRoute
 
 SIMPLE = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Content types that a browser sends to other sites without asking them."""
@@ -48,17 +46,9 @@ class LocalOnly:
         status, why = refusal
         body = orjson.dumps({"error": {"message": why, "type": "forbidden", "code": status}})
         length = (b"content-length", str(len(body)).encode())
-        headers: Iterable[tuple[bytes, bytes]] = [*JSON, length]
+        headers = [(b"content-type", b"application/json"), length]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
-
-    def guarded(self, route: DirectRoute) -> DirectRoute:
-        """Returns a direct route that leaves such requests to ASGI."""
-
-        def guard(request: DirectRequest) -> bool:
-            return self._refusal(request.headers) is None and route(request)
-
-        return guard
 
     def _refusal(self, headers: Mapping[bytes, bytes]) -> Refusal | None:
         host, origin = headers.get(b"host", b"localhost"), headers.get(b"origin")

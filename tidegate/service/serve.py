@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,7 @@ import uvicorn
 from tidegate.errors import StartError, TidegateError
 from tidegate.service.address import reachable_address
 from tidegate.service.api_key import NeedsKey
-from tidegate.service.direct.protocol import DirectProtocol
-from tidegate.service.direct.request import DirectRoute
+from tidegate.service.bounds import BoundedProtocol
 from tidegate.service.local_only import LocalOnly
 from tidegate.service.parent_death import end_with_parent
 
@@ -80,7 +79,6 @@ def run_app(
     app: Callable[..., Any],
     sock: socket.socket,
     listen: Listen,
-    direct: Mapping[bytes, DirectRoute] | None = None,
     *,
     keyless: bool = False,
     key: str | None = None,
@@ -91,19 +89,17 @@ def run_app(
         app: The ASGI app.
         sock: The bound socket.
         listen: Where it listens, and how it announces its address.
-        direct: Routes of the app that bypass ASGI, by request line.
         keyless: Whether calls need no key; then those that web pages can send are refused.
         key: Key that calls need, but those of health; None: the app checks its calls itself, if any.
     """
     if key is not None:
         app = NeedsKey(app, key)
     if keyless:
-        app = guard = LocalOnly(app, on_loopback=listen.on_loopback)
-        direct = {line: guard.guarded(route) for line, route in (direct or {}).items()}
+        app = LocalOnly(app, on_loopback=listen.on_loopback)
     # Keep idle connections longer than clients do, so that the server never closes one as a client uses it.
     config = uvicorn.Config(
         app,
-        http=DirectProtocol.serving(direct or {}),
+        http=BoundedProtocol,
         ws="none",
         log_level="warning",
         access_log=False,

@@ -14,12 +14,15 @@ import pytest
 from tests.fakes import Stage, eventually, staged
 from tests.integration.gateway.control_stage import TASK, Sums, ask
 from tests.remote_workers import WORKER_KEY, Attempts, Refused
+from tests.serving import GRACE_S, served
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.attempts import queue
 from tidegate.gateway.attempts.queue import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
+from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.ids import agents_key
+from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.types import MAX_ERROR, MAX_METRICS, MAX_OUTPUT, Outcome
 
@@ -81,6 +84,21 @@ async def test_a_poll_without_attempts_is_answered_in_time(worker: Attempts) -> 
         assert await worker.next(wait_s=0.1) == []
 
 
+async def test_a_server_that_stops_answers_polls_that_wait(tmp_path: Path) -> None:
+    gateway = Gateway(GatewayOptions(model=make_model_dir(tmp_path / "tiny"), worker_key=WORKER_KEY))
+    loop = asyncio.get_running_loop()
+    async with Attempts("") as worker:
+        async with served(create_app(gateway)) as worker.url:
+            waiting = asyncio.create_task(worker.next(wait_s=60))
+            await eventually(lambda: bool(gateway.attempts.workers()))
+            stopped = loop.time()
+        assert loop.time() - stopped < GRACE_S, "the server did not wait for the poll"
+        with pytest.raises(Refused, match="the server stops") as refused:
+            await waiting
+    assert refused.value.status == 503
+    assert not any(row["polling"] for row in gateway.attempts.workers())
+
+
 async def test_polls_are_served_in_the_order_in_which_they_came(stage: Stage, worker: Attempts) -> None:
     polls = []
     for number in range(4):
@@ -96,9 +114,9 @@ async def test_an_attempt_wakes_one_of_a_thousand_polls(
 ) -> None:
     looked: list[str] = []
 
-    def pop(line: Any, poll: Any, capacity: int) -> Any:
+    def pop(line: Any, poll: Any) -> Any:
         looked.append(poll.worker)
-        return original(line, poll, capacity)
+        return original(line, poll)
 
     original = queue._Queue.pop
     monkeypatch.setattr(queue._Queue, "pop", pop)

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,22 +33,16 @@ LISTED_S = 600.0
 
 @dataclass(eq=False, slots=True)
 class Poll:
-    """A worker's wait for attempts; `then` is called once, unless the poll ends before."""
+    """A worker's wait for attempts."""
 
     worker: str
     capacity: int
-    own: bool
-    then: Callable[[], object]
-    timer: asyncio.TimerHandle | asyncio.Handle | None = None
-    """The call of `then`, later or next."""
-    woken: bool = False
+    woken: asyncio.Future[None]
+    """Done once there may be a session for the poll, or its time is over."""
 
     def wake(self) -> None:
-        """Call `then` next: there may be a session for the poll."""
-        if not self.woken and self.timer is not None:
-            self.woken = True
-            self.timer.cancel()
-            self.timer = asyncio.get_running_loop().call_soon(self.then)
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 @dataclass(slots=True)
@@ -63,11 +57,11 @@ class _Queue:
         if self.sessions and self.polls:
             self.polls[0].wake()
 
-    def pop(self, poll: Poll, capacity: int) -> list[GatewaySession]:
+    def pop(self, poll: Poll) -> list[GatewaySession]:
         """Remove a poll's sessions: of more than one waiting poll, each gets a share."""
         if poll is not self.polls[0]:
             return []
-        share = min(capacity, -(-len(self.sessions) // len(self.polls)))
+        share = min(poll.capacity, -(-len(self.sessions) // len(self.polls)))
         taken: list[GatewaySession] = []
         while self.sessions and len(taken) < share:
             session = self.sessions.popleft()
@@ -148,67 +142,34 @@ class AttemptQueue:
         Args:
             worker: Name of the worker.
             capacity: Limit of the number of sessions.
-            wait_s: Seconds to wait for the first session, or for an ended attempt of the worker.
+            wait_s: Seconds to wait for the first session, or for an ended attempt of the worker; a little
+                more, so that many polls end together.
             own: Whether it runs the trainer's own agents.
 
         Raises:
             GatewayError: The journal cannot be written; the sessions stay queued.
         """
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def wake() -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        poll = self.begin(worker, capacity, wait_s, wake, own=own)
-        try:
-            await woken
-        except BaseException:
-            self.drop(poll)
-            raise
-        return await self.give(self.collect(poll))
-
-    def begin(
-        self, worker: str, capacity: int, wait_s: float, then: Callable[[], object], *, own: bool = False
-    ) -> Poll:
-        """Begin a poll without blocking; `collect` or `drop` must end it.
-
-        Args:
-            worker: Name of the worker.
-            capacity: Limit of the number of sessions.
-            wait_s: Seconds to wait; a little more, so that many polls end together.
-            then: Called when there may be sessions for the poll, or when the time is over; not before the
-                next iteration of the event loop.
-            own: Whether it is a poll of the trainer's own agents.
-        """
         loop = asyncio.get_running_loop()
-        queue, poll = self._queues[own], Poll(worker, capacity, own, then)
+        queue, poll = self._queues[own], Poll(worker, capacity, loop.create_future())
+        end = math.ceil((loop.time() + wait_s) / TOGETHER_S) * TOGETHER_S
+        timer = loop.call_at(end, poll.wake)
         if worker in self._left or worker in self._stopped or wait_s == 0:
-            poll.timer = loop.call_soon(then)
-            poll.woken = True
-        else:
-            end = math.ceil((loop.time() + wait_s) / TOGETHER_S) * TOGETHER_S
-            poll.timer = loop.call_at(end, then)
+            poll.wake()
         queue.polls.append(poll)
         queue.wake()
-        return poll
+        taken: list[GatewaySession] = []
+        try:
+            await poll.woken
+            if worker not in self._left:
+                taken = queue.pop(poll)
+        finally:
+            timer.cancel()
+            queue.polls.remove(poll)
+            queue.wake()
+            self._seen[worker] = _now()
+        return await self._give([(session, self._start(session, worker)) for session in taken])
 
-    def collect(self, poll: Poll) -> list[tuple[GatewaySession, str]]:
-        """End a poll; return its sessions with finish keys, and start their deadlines. `give` must follow."""
-        taken = [] if poll.worker in self._left else self._queues[poll.own].pop(poll, poll.capacity)
-        self.drop(poll)
-        return [(session, self._start(session, poll.worker)) for session in taken]
-
-    def drop(self, poll: Poll) -> None:
-        """End a poll without sessions."""
-        queue = self._queues[poll.own]
-        if poll.timer is not None:
-            poll.timer.cancel()
-        queue.polls.remove(poll)
-        queue.wake()
-        self._seen[poll.worker] = _now()
-
-    async def give(self, taken: Sequence[tuple[GatewaySession, str]]) -> list[tuple[GatewaySession, str]]:
+    async def _give(self, taken: Sequence[tuple[GatewaySession, str]]) -> list[tuple[GatewaySession, str]]:
         """Record that a worker gets sessions; return those that have not ended meanwhile.
 
         Raises:

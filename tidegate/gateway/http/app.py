@@ -20,8 +20,7 @@ from tidegate.gateway.clients.groups import ClientGroups
 from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, clients, direct, openapi, schemas, tools
-from tidegate.gateway.http.direct import admin_key
+from tidegate.gateway.http import attempts, clients, openapi, schemas, tools
 from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
 from tidegate.gateway.http.mcp import McpServer
 from tidegate.gateway.http.prometheus import collect
@@ -29,6 +28,7 @@ from tidegate.gateway.http.response import count, error_response, unless_disconn
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_body import ClientGone, read_body
 from tidegate.prometheus import exposition
+from tidegate.service.api_key import ApiKey
 from tidegate.types import Trajectory, to_wire
 
 
@@ -41,14 +41,11 @@ class GatewayApp:
     def __init__(self, gateway: Gateway) -> None:
         groups, conversations, mcp = ClientGroups(gateway), Conversations(gateway), McpServer(gateway)
         self._control = _control_plane(gateway, groups, conversations, mcp)
-        dialects = {
-            "/chat/completions": DialectEndpoint(gateway, chat, conversations),
-            "/completions": DialectEndpoint(gateway, completions, conversations),
-            "/responses": DialectEndpoint(gateway, responses, conversations),
-            "/messages": DialectEndpoint(gateway, messages, conversations),
-        }
         endpoints: list[tuple[str, str, ASGIApp]] = [
-            *(("POST", path, endpoint) for path, endpoint in dialects.items()),
+            ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
+            ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
+            ("POST", "/responses", DialectEndpoint(gateway, responses, conversations)),
+            ("POST", "/messages", DialectEndpoint(gateway, messages, conversations)),
             ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
             ("GET", "/models", ModelsEndpoint(gateway)),
             ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
@@ -62,8 +59,6 @@ class GatewayApp:
         routes += clients.routes(gateway, groups, conversations)
         self._data = Router(routes, default=AuthMiddleware(gateway, self._control))
         self._workers = Router(attempts.routes(gateway), default=self._data)
-        self.direct = direct.routes(gateway, dialects)
-        """Routes that a server may call without ASGI, by request line."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +78,11 @@ class AuthMiddleware:
     """Checks the admin key, then reads the body with limits, before the control plane handles a request."""
 
     def __init__(self, gateway: Gateway, control: ASGIApp) -> None:
-        self._admin, self._metrics = admin_key(gateway), gateway.metrics
+        self._admin = ApiKey(
+            gateway.options.admin_key,
+            lambda: GatewayError("this route needs the gateway's admin key", status=401),
+        )
+        self._metrics = gateway.metrics
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,8 +1,7 @@
-"""Serves the calls of workers and of a trainer's own agents: thousands may poll, so polls bypass ASGI."""
+"""Serves the calls of workers and of a trainer's own agents."""
 
 from __future__ import annotations
 
-import functools
 import hmac
 from collections.abc import Sequence
 
@@ -15,14 +14,13 @@ from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key, bearer_of
-from tidegate.gateway.http.response import error_response, respond, unless_disconnected
+from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
+from tidegate.gateway.http.response import respond, unless_disconnected
 from tidegate.gateway.ids import agents_key, api_key_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.service import exact
-from tidegate.service.direct.request import DirectRequest
 from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
@@ -33,61 +31,14 @@ def routes(gateway: Gateway) -> list[Route]:
     """Returns the routes that a worker key opens."""
     return [
         Route("/attempts/next", JsonEndpoint(gateway, _next), methods=["POST"]),
-        Route("/attempts/{session_id}/heartbeat", heartbeat_endpoint(gateway), methods=["POST"]),
+        Route("/attempts/{session_id}/heartbeat", JsonEndpoint(gateway, _heartbeat), methods=["POST"]),
         Route("/attempts/leave", JsonEndpoint(gateway, _leave), methods=["POST"]),
     ]
 
 
 def finish_route(gateway: Gateway) -> Route:
     """Returns the route by which an attempt or a client's episode is finished, with its finish key."""
-    return Route("/s/{session_id}/finish", finish_endpoint(gateway), methods=["POST"])
-
-
-def finish_endpoint(gateway: Gateway) -> JsonEndpoint:
-    return JsonEndpoint(gateway, _finish)
-
-
-def heartbeat_endpoint(gateway: Gateway) -> JsonEndpoint:
-    return JsonEndpoint(gateway, _heartbeat)
-
-
-def poll(gateway: Gateway, request: DirectRequest) -> bool:
-    """Does what `_next` does for requests that it would not refuse, without ASGI."""
-    try:
-        own = _is_own(gateway, bearer_of(request.headers))
-        body = schemas.read(schemas.NextAttempts, request.body)
-        gateway.attempts.claim(body.worker, body.secret, own=own)
-    except (GatewayError, ApiError):
-        return False
-    queue = gateway.attempts
-
-    def answer() -> None:
-        request.on_disconnect = None
-        taken = queue.collect(waiting)
-        if taken:
-            request.start(_give(gateway, request, body.worker, taken))
-        else:
-            request.respond(200, _answer(gateway, body.worker, [], ""))
-
-    waiting = queue.begin(body.worker, body.capacity, body.wait_s, answer, own=own)
-    request.on_disconnect, request.waits = functools.partial(queue.drop, waiting), True
-    return True
-
-
-async def _give(
-    gateway: Gateway, request: DirectRequest, worker: str, taken: Sequence[tuple[GatewaySession, str]]
-) -> None:
-    try:
-        given = await gateway.attempts.give(taken)
-    except GatewayError as refusal:
-        status = refusal.status or 400
-        request.respond(status, bytes(error_response(str(refusal), status).body))
-        return
-    if request.disconnected:
-        await gateway.attempts.give_back(given)
-        return
-    root = gateway.options.public_url or f"http://{request.headers[b'host'].decode('latin-1')}"
-    request.respond(200, _answer(gateway, worker, given, root))
+    return Route("/s/{session_id}/finish", JsonEndpoint(gateway, _finish), methods=["POST"])
 
 
 async def _next(gateway: Gateway, scope: Scope, receive: Receive, send: Send) -> None:

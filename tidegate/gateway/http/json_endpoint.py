@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -36,10 +36,5 @@ class JsonEndpoint:
 
 def bearer_key(scope: Scope) -> str:
     """Returns the key of a request's `Authorization: Bearer KEY`; empty without one."""
-    return bearer_of(dict(scope["headers"]))
-
-
-def bearer_of(headers: Mapping[bytes, bytes]) -> str:
-    """Does the same for headers by lower-case name."""
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
     return key.strip().decode("latin-1") if scheme.lower() == b"bearer" else ""

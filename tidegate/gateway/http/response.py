@@ -16,7 +16,6 @@ from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
-from tidegate.service.direct.asgi import DirectReceive
 
 T = TypeVar("T")
 KEEP_ALIVE_S = 10.0
@@ -51,7 +50,7 @@ class ResponseWriter:
     async def run(self, receive: Receive, send: Send) -> None:
         for call in self._calls:
             call.listeners.add(self._updated)
-        disconnected = _disconnect_of(receive)
+        disconnected = asyncio.ensure_future(receive())  # the only message after a complete request
         disconnected.add_done_callback(self._on_disconnect)
         delivered = False
         try:
@@ -165,11 +164,6 @@ class ResponseWriter:
     def _sent(self) -> None:
         for call in self._calls:
             self._turns.on_sent(self._session, call)
-
-
-def _disconnect_of(receive: Receive) -> asyncio.Future[Any]:
-    """Returns a future of the client's disconnect, the only message after a complete request."""
-    return receive.disconnected if isinstance(receive, DirectReceive) else asyncio.ensure_future(receive())
 
 
 class _IdleTimer:

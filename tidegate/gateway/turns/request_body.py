@@ -15,7 +15,6 @@ from tidegate.gateway.large_json import Folded, fold
 from tidegate.gateway.nesting import MAX_BODY_LEVELS, too_deep
 from tidegate.gateway.request import RawBody
 from tidegate.service import exact
-from tidegate.service.direct.asgi import DirectReceive
 
 MAX_BODY = 64 * 2**20
 SMALL_BODY = 2**20
@@ -69,8 +68,7 @@ class HeldBodies:
             return message
 
         try:
-            # What has arrived in one piece is small, and read at once.
-            yield receive if isinstance(receive, DirectReceive) else counting
+            yield counting
         finally:
             self._held[flow] -= own
             if not self._held[flow]:
@@ -86,10 +84,6 @@ async def read_body(
     the client disconnects.
     """
     limit = SMALL_BODY if small else MAX_BODY
-    if isinstance(receive, DirectReceive) and (complete := receive.take()) is not None:
-        if len(complete) > limit:
-            raise _too_large(limit)
-        return complete
     try:
         async with asyncio.timeout(BODY_S) as timeout:
             message = await receive()

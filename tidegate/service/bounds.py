@@ -10,10 +10,10 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tidegate.service.direct.request import JSON, MAX_HEADERS
-
 MAX_HEAD = 64 * 1024
 """Bytes of a request's line, headers and trailers."""
+MAX_HEADERS = 128
+"""Number of a request's headers and trailers."""
 HEAD_S = 30.0
 """Seconds in which the headers of a request must arrive, and its first byte on a new connection."""
 LINGER_S, LINGER_BYTES = 2.0, 1024 * 1024
@@ -31,6 +31,7 @@ _REFUSALS = {
         b"431 Request Header Fields Too Large",
         f"the headers have more than {MAX_HEAD} bytes or {MAX_HEADERS} fields; send fewer or shorter ones",
     ),
+    503: (b"503 Service Unavailable", "the server stops"),
 }
 
 
@@ -96,13 +97,23 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refused, self._head_since = True, None
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             line, text = _REFUSALS[status]
-            error = {"message": text, "type": "invalid_request_error", "code": status}
+            kind = "server_error" if status >= 500 else "invalid_request_error"
+            error = {"message": text, "type": kind, "code": status}
             body = json.dumps({"error": error}).encode()
-            head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: %d\r\n" % (line, len(body))
-            fields = b"".join(b"%b: %b\r\n" % field for field in JSON)
-            self.transport.write(head + fields + b"\r\n" + body)
+            head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-type: application/json\r\n" % line
+            self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
             self.transport.write_eof()
         self._pending, self._prober = 0, self.loop.call_later(LINGER_S, self.transport.close)
+
+    def shutdown(self) -> None:
+        """Ends a wait at once, as if its client had left; a server that stops awaits all other responses."""
+        cycle = self.cycle
+        waits = cycle is not None and not cycle.response_started and cycle.scope["path"].endswith(TAKING)
+        super().shutdown()
+        if waits:
+            self._refuse(503)
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     # -- a client that closes its side -----------------------------------------------------------
 
@@ -116,11 +127,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.response_started and cycle.keep_alive:
             return False  # a client that closes a stream, which must be known at once
         cycle.keep_alive = False
-        self._await_answer()
-        return True
-
-    def _await_answer(self) -> None:
         self._prober = self.loop.call_later(GONE_S, self._probe, GONE_S)
+        return True
 
     def _probe(self, next_s: float) -> None:
         """Ends the connection of a client that has left: it has reset the one that an earlier call probed."""
@@ -131,12 +139,9 @@ class BoundedProtocol(HttpToolsProtocol):
             if known[0] == TCP_CLOSED:
                 self.transport.abort()
                 return
-        if self._accepts_interim():
+        if not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._prober = self.loop.call_later(next_s, self._probe, PROBE_S)
-
-    def _accepts_interim(self) -> bool:
-        return not self.cycle.response_started and self.cycle.scope["http_version"] == "1.1"
 
     # -- the parser's calls ----------------------------------------------------------------------
 

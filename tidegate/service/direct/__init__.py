@@ -1,1 +1,0 @@
-"""Serves routes from the HTTP protocol, without ASGI's overhead."""
