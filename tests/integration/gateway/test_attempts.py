@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
@@ -399,6 +400,18 @@ async def test_a_worker_reports_failures_and_cancellations_but_no_success(
         assert refused.value.status == 400
     with pytest.raises(Refused, match="trainer_epoch"):
         await worker.finish(attempt, trainer_epoch=9)
+
+
+async def test_an_unexpected_failure_of_a_route_is_answered_in_json_and_logged(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stage.gateway.sessions, "all", Mock(side_effect=KeyError("planted")))
+    async with aiohttp.ClientSession(headers={"Authorization": "Bearer admin"}) as http:
+        response = await http.get(f"{stage.url}/sessions")
+        assert response.status == 500
+        message = (await response.json())["error"]["message"]
+    assert message == "GET /sessions failed with KeyError; the gateway's log has it"
+    assert "planted" in caplog.text
 
 
 def control_routes(stage: Stage) -> list[tuple[str, str]]:

@@ -153,6 +153,11 @@ def _add_errors(app: FastAPI) -> None:
         refusal.headers.update(error.headers or {})
         return refusal
 
+    @app.exception_handler(Exception)  # the server logs it
+    async def failed(request: Request, error: Exception) -> Response:
+        where = f"{request.method} {request.url.path}"
+        return error_response(f"{where} failed with {type(error).__name__}; the gateway's log has it", 500)
+
 
 def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/sessions")
