@@ -45,14 +45,14 @@ async def test_no_call_of_a_worker_makes_the_gateway_fail(tiny: Path) -> None:
 
 
 async def test_an_attempt_that_is_given_twice_is_found(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def give(self: AttemptQueue, *arguments: Any, **named: Any) -> Any:
+    async def take(self: AttemptQueue, *arguments: Any, **named: Any) -> Any:
         given = await original(self, *arguments, **named)
         for session, _ in given:
             self.add(session)
         return given
 
-    original = AttemptQueue.give
-    monkeypatch.setattr(AttemptQueue, "give", give)
+    original = AttemptQueue.take
+    monkeypatch.setattr(AttemptQueue, "take", take)
     with pytest.raises(Failure, match="was given twice"):
         await drive(tiny, worker_plan())
 
