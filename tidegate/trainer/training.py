@@ -137,6 +137,7 @@ class Training:
             self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
             self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), save_dropped,
             teacher, None if (use := settings.trainer.filter) is None else GroupFilter(use),
+            clients_form_groups=self._by_clients,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)

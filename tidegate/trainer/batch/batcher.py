@@ -135,6 +135,7 @@ class Batcher:
     scorer: GroupScorer | None = None
     own_filter: GroupFilter | None = None
     last_progress: float = field(default_factory=time.monotonic)
+    clients_form_groups: bool = False
     accepted_episodes: int = 0
     """Episodes of clients' groups that admission accepted."""
     accepted_tokens: int = 0
@@ -183,8 +184,12 @@ class Batcher:
         """Lease and filter groups in the `async with` block, a step that takes long.
 
         Ready groups count as in flight until they are filtered: late in a run, when most of them are all
-        solved, none would start during the step, and the next batch would wait for others.
+        solved, none would start during the step, and the next batch would wait for others. Groups of clients
+        are left at the gateway: a run that ends tells their clients while they wait there.
         """
+        if self.clients_form_groups:
+            yield
+            return
         ended = asyncio.Event()
         work = asyncio.create_task(self._filter_until(ended))
         try:
