@@ -22,6 +22,7 @@ from tidegate.observer import Observer
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import Phase
+from tidegate.trainer.batch import batcher
 from tidegate.trainer.batch.batcher import Batcher
 from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.batch.group_filter import GroupFilter
@@ -276,6 +277,20 @@ async def test_groups_that_are_ready_during_a_step_are_filtered_before_the_next_
     assert batch is not None
     assert [group.rewards() for group in batch.groups] == [APART, APART]
     assert [group.rewards() for group, _ in batch.dropped] == [ALIKE, ALIKE]
+
+
+@pytest.mark.parametrize("by_clients", [False, True])
+async def test_groups_of_clients_stay_at_the_gateway_during_a_step(
+    by_clients: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher, "FILTER_EVERY_S", 0)
+    batches, gateway, _ = gathered([], dynamic_sampling=True)
+    batches.clients_form_groups = by_clients
+    gateway.lease = lease = AsyncMock(return_value=[])  # type: ignore[method-assign]
+    async with batches.filtering():
+        for _ in range(100):
+            await asyncio.sleep(0)
+    assert (lease.await_count == 0) == by_clients
 
 
 async def test_a_failure_of_the_gateway_during_a_step_is_raised() -> None:
