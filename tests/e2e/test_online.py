@@ -127,7 +127,7 @@ async def test_users_meet_no_error_and_no_feedback_is_lost_or_doubled(tmp_path: 
     check_books(run_dir, users)
 
 
-async def test_what_is_sampled_before_the_trainer_has_started_is_trained_on(tmp_path: Path) -> None:
+async def test_what_clients_ask_as_soon_as_the_service_serves_is_trained_on(tmp_path: Path) -> None:
     run_dir, keys = tmp_path / "run", tmp_path / "keys.json"
     key = create_key(keys, "shop")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -143,7 +143,6 @@ async def test_what_is_sampled_before_the_trainer_has_started_is_trained_on(tmp_
                     model="m", messages=[{"role": "user", "content": text}]
                 )
                 await users.thumb(reply.id, text, value)
-        assert not (run_dir / "ledger.jsonl").exists(), "the trainer has not started"
         await asyncio.to_thread(run.until_said, "training has ended")
         assert sorted(trained_questions(run_dir)) == ["first", "second"]
         run.process.terminate()
