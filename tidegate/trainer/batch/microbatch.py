@@ -89,6 +89,12 @@ class Microbatch:
     """float32, log p_teacher of these ids."""
     policy_top_nk: Tensor | None = None
     """log π_θ of these ids, with gradient; set by the forward pass."""
+    sampler_ids_nk: Tensor | None = None
+    """int64, the k likeliest ids of the engine that sampled the token; None without score centering."""
+    sampler_listed_nk: Tensor | None = None
+    """float32, log μ of these ids."""
+    policy_listed_nk: Tensor | None = None
+    """log π_θ of these ids, with gradient; set by the forward pass."""
     idle: bool = False
     """Dummy microbatch that keeps the ranks in step: its loss is 0, and no metric includes it."""
 
