@@ -73,13 +73,16 @@ class RunEvaluations:
         self.result.initial_eval = metrics
         await self.record(0, dict(metrics))
 
-    async def after(self, step: int) -> dict[str, float]:
+    async def after(self, step: int, *, last: bool) -> dict[str, float]:
         """Run the evaluation that is due after `step`, if any, and return its metrics.
 
         No publish happens during it. With `eval.beside_training`, one before the last step is only begun, and
         the metrics are those of the one that ended since; `eval/step` is the step that it evaluated.
+
+        Args:
+            step: Steps taken.
+            last: Whether no step follows.
         """
-        last = step == self.settings.trainer.steps
         earlier = {} if self.beside is None else await self._beside(self.beside, step, last)
         if self.beside is not None and not last:
             return earlier

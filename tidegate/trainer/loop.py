@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import TrainingError
@@ -36,7 +37,8 @@ class Loop:
     publisher: Publisher
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]
-    evaluate: Callable[[int], Awaitable[dict[str, float]]]
+    evaluate: Callable[[int, bool], Awaitable[dict[str, float]]]
+    """Step, whether it is the last one → metrics."""
     credit: CreditAssignment
     before_publish: Callable[[int], Awaitable[None]]
     """Waits until a version may be published."""
@@ -53,14 +55,24 @@ class Loop:
     """The weights are complete and those after `step` steps, all of which the ledger has: a checkpoint may be
     written."""
 
+    @property
+    def solved(self) -> str | None:
+        """Why nothing is left to learn; None if something may be. Clients' groups may become harder again."""
+        return None if self.batches.clients_form_groups else self.admission.streaks.solved_reason()
+
     async def run(self) -> None:
-        """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, or until `stop` is set
-        and the current step is finished."""
+        """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, until nothing is left to
+        learn, or until `stop` is set and the current step is finished."""
+        metrics: dict[str, float] = {}
         while self.step < self.settings.steps:
             if self.roll_back is not None and self.requested():
                 await run_to_completion(self.roll_back())
             began = time.monotonic()
             parts = await self._next_batch()
+            if parts is None and self.solved is not None and not self.stop.is_set():
+                if evaluated := await self.evaluate(self.step, True):
+                    await run_to_completion(self.recorder.step(self.step, metrics | evaluated))
+                return
             if parts is None and not self.stop.is_set():
                 continue
             if parts is None:
@@ -71,7 +83,7 @@ class Loop:
                     continue
                 if self.settings.is_publish_step(self.step):
                     metrics |= await self._publish()
-                metrics |= await self.evaluate(self.step)
+                metrics |= await self.evaluate(self.step, self.step == self.settings.steps)
             tested = self.promotion is not None and self.promotion.live_step == self.step
             if tested or self.step % self.settings.checkpoint_every == 0:
                 await run_to_completion(self.checkpoint(self.step))
@@ -94,7 +106,7 @@ class Loop:
                 await run_to_completion(self.recorder.step(self.step, metrics))
 
     async def _next_batch(self) -> list[Batch] | None:
-        """Wait for the next batch; None if the run stops or a roll-back is requested first.
+        """Wait for the next batch; None if the run stops first, or `_interrupted` becomes true.
 
         A streamed batch comes in minibatches; gradients of each are accumulated before waiting for the next.
         """
@@ -102,13 +114,17 @@ class Loop:
         for number in self.settings.part_sizes:
             if parts:
                 await run_to_completion(self._backward(parts[-1]))
-            interrupted = (lambda: False) if parts else self.requested
-            part = await unless_stopped(self.stop, self.batches.next_batch(number, interrupted))
+            wait = self.batches.next_batch(number, partial(self._interrupted, begun=bool(parts)))
+            part = await unless_stopped(self.stop, wait)
             if part is None:
                 return None
             part.advantages = self.credit(part.groups)
             parts.append(part)
         return parts
+
+    def _interrupted(self, *, begun: bool) -> bool:
+        """Return whether to wait for no more groups. A roll-back is carried out between steps."""
+        return self.solved is not None or (not begun and self.requested())
 
     async def _backward(self, part: Batch) -> None:
         """Train on a minibatch, with the version of the current weights: UNPUBLISHED_VERSION if no engine has

@@ -262,11 +262,12 @@ class Training:
         self.ledger.record(entry("run", "ended", step=step, version=version, status=status, why=why))
 
     async def _how_ended(self, error: BaseException | None) -> tuple[str, str | None]:
-        """Return the run's status, and the reason if it failed or reached `trainer.until`."""
+        """Return the run's status, and the reason if it failed, reached `trainer.until`, or has no more to
+        learn."""
         if error is not None:
             return how_failed(error, self.dir)
         trainer, step = self.settings.trainer, self.loop.step
-        why = await asyncio.to_thread(reached, self.dir, trainer, step)
+        why = self.loop.solved or await asyncio.to_thread(reached, self.dir, trainer, step)
         return "completed" if step >= trainer.steps or why else "interrupted", why
 
     def _publisher(self, stack: contextlib.AsyncExitStack) -> Publisher:
@@ -306,8 +307,8 @@ class Training:
         await self.evaluations.before_publish(version)
         await self.gate.wait(version)
 
-    async def _evaluate(self, step: int) -> dict[str, float]:
-        return {} if self._by_clients else await self.evaluations.after(step)
+    async def _evaluate(self, step: int, last: bool) -> dict[str, float]:
+        return {} if self._by_clients else await self.evaluations.after(step, last=last)
 
     def _promotion(self) -> Promotion:
         settings = self.settings.trainer.promotion

@@ -96,7 +96,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
         cast(Any, nothing), TrajectoryFiles(tmp_path), cast(Any, nothing), dict, lambda: admission.version
     )
 
-    async def later(_: int) -> dict[str, float]:
+    async def later(*_: int) -> dict[str, float]:
         return {}
 
     credit = BaselineCredit(trainer)
@@ -257,7 +257,7 @@ async def test_an_evaluation_that_reaches_the_target_ends_the_run(tmp_path: Path
     hands.ready.set()
     saved: list[int] = []
 
-    async def evaluate(step: int) -> dict[str, float]:
+    async def evaluate(step: int, _: bool) -> dict[str, float]:
         return {"eval/reward": 0.25 * step} if step != 1 else {}
 
     async def checkpoint(step: int) -> None:
@@ -269,6 +269,37 @@ async def test_an_evaluation_that_reaches_the_target_ends_the_run(tmp_path: Path
     assert (loop.step, saved) == (2, [2])
     assert hands.log[-1] == "publish 2", "no further batch was leased"
     assert hands.lines[-1]["eval/reward"] == 0.5
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+async def test_a_run_whose_tasks_are_all_solved_is_evaluated_and_ends(
+    tmp_path: Path, minibatches: int
+) -> None:
+    """Also if half of a streamed batch was learned from."""
+    loop, hands, _ = looped(tmp_path, steps=5, minibatches=minibatches, streaming=minibatches == 2)
+    hands.one_by_one = minibatches == 2
+    hands.ready.set()
+    lease, evaluated = hands.lease, []
+
+    async def solved_after_a_step(*_: Any) -> list[Group]:
+        if loop.step and (minibatches == 1 or hands.log[-1].startswith("backward")):
+            for _ in range(256):
+                loop.admission.streaks.filter(solved=True, cut=False)
+            return []
+        return await lease()
+
+    async def evaluate(step: int, last: bool) -> dict[str, float]:
+        evaluated.append((step, last))
+        return {"eval/reward": 1.0} if last else {}
+
+    hands.lease, loop.evaluate = solved_after_a_step, evaluate  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert evaluated == [(1, False), (1, True)]
+    assert [line["step"] for line in hands.lines] == [1, 1], "the second line replaces the first"
+    assert hands.lines[1]["eval/reward"] == 1.0
+    assert hands.lines[1]["reward/mean"] == 0.5, "it keeps the step's own metrics"
+    assert "256 of the 256 groups" in str(loop.solved)
 
 
 async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(tmp_path: Path) -> None:

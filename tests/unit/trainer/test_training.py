@@ -102,7 +102,7 @@ def ending(run: Any) -> Any:
     run.ledger = SimpleNamespace(record=run.entries.append)
     run.observer = SimpleNamespace(note=run.notes.append)
     run.evaluations = run.rollout = AsyncMock()
-    run.admission, run.loop.step = SimpleNamespace(version=3), 3
+    run.admission, run.loop.step, run.loop.solved = SimpleNamespace(version=3), 3, None
     run.settings = SimpleNamespace(trainer=SimpleNamespace(steps=3, until=None))
     run._by_clients = False
     run._checkpoint = AsyncMock(side_effect=CheckpointError(FULL))

@@ -71,7 +71,7 @@ class Admission:
         self.quarantined: set[str] = set()
         self.failures: Counter[str] = Counter()
         """Failed attempts by cause (`failure_cause`)."""
-        self.streaks = Streaks(rules)
+        self.streaks = Streaks(rules, stepped=step > 0)
         self.filtered_alike: Counter[str] = Counter()
         self.stale_ages: Counter[int] = Counter()
         """Groups that ended stale, by the staleness of their oldest token."""
@@ -347,12 +347,12 @@ class Admission:
             cut: Whether every episode of the group was cut at a token limit.
             why: Name of the user's own filter that refused it.
         """
-        self.streaks.filtered += 1
         group = self.groups[group_id]
-        self._count_filtered(group.solved, len(group.successful_attempts()))
+        episodes = len(group.successful_attempts())
+        self._count_filtered(group.solved, episodes)
         cut_and_failed = cut and group.solved == 0
         self.filtered_alike["cut"] += cut_and_failed
-        self.streaks.cut += cut_and_failed
+        self.streaks.filter(solved=why is None and group.solved == episodes, cut=cut_and_failed)
         self._in_flight.end(group, State.FILTERED, **({} if why is None else {"why": why}))
 
     def _count_filtered(self, solved: int | None, episodes: int) -> None:
@@ -387,7 +387,7 @@ class Admission:
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
         self.curriculum.step = step
-        self.streaks.filtered = self.streaks.cut = 0
+        self.streaks.step()
         self._in_flight.step(selection, step)
 
     # ------------------------------------------------------------------ publishing

@@ -215,6 +215,20 @@ def test_a_batch_that_could_only_be_filtered_is_not_waited_for() -> None:
     assert driver.core.streaks.no_progress_reason() is None
 
 
+@pytest.mark.parametrize(("step", "solved", "over"), [(1, 244, True), (1, 243, False), (0, 256, False)])
+def test_nothing_is_left_to_learn_if_nearly_all_groups_of_a_run_with_steps_are_solved(
+    step: int, solved: int, over: bool
+) -> None:
+    streaks = Admission(Driver().core.rules, lambda _: None, step=step).streaks
+    for number in range(256):
+        assert streaks.solved_reason() is None
+        streaks.filter(solved=number < solved, cut=False)
+    assert (streaks.solved_reason() is not None) is over
+    assert (streaks.no_progress_reason() is None) is over
+    streaks.step()
+    assert streaks.solved_reason() is None
+
+
 def test_only_the_last_attempt_quarantines_the_task() -> None:
     driver = Driver(max_attempts=2)
     group = driver.start()

@@ -158,16 +158,18 @@ class Best:
 
 async def test_training_goes_on_and_a_later_line_has_the_scores(make: Make) -> None:
     evaluations, world, evaluator = make()
-    assert await evaluations.after(1) == {}
-    assert await evaluations.after(2) == {}
+    assert await evaluations.after(1, last=False) == {}
+    assert await evaluations.after(2, last=False) == {}
     world.current = (Path("v2"), 2)
-    assert await evaluations.after(3) == {}
+    assert await evaluations.after(3, last=False) == {}
     world.over.set()
     await eventually(lambda: world.beside._task is not None and world.beside._task.done())
-    assert await evaluations.after(3) == {"eval/reward": 0.5, "eval/step": 2.0}
+    assert await evaluations.after(3, last=False) == {"eval/reward": 0.5, "eval/step": 2.0}
     assert cast(Any, evaluations.best).seen == [(Path("v1"), 2, 1, 0.5)]
-    assert await evaluations.after(4) == {}
-    assert await evaluations.after(6) == {"eval/reward": 0.9}, "the last evaluation waits for the one before"
+    assert await evaluations.after(4, last=False) == {}
+    assert await evaluations.after(6, last=True) == {"eval/reward": 0.9}, (
+        "the last evaluation waits for the one before"
+    )
     assert evaluator.ended == ["stop", "full 6"]
     assert world.asked == [(2, None), (4, None)]
     assert "held-out reward after step 4: 0.500" in world.notes
@@ -175,9 +177,9 @@ async def test_training_goes_on_and_a_later_line_has_the_scores(make: Make) -> N
 
 async def test_a_target_that_is_reached_begins_no_further_evaluation(make: Make) -> None:
     evaluations, world, _ = make("--trainer.until=0.4")
-    await evaluations.after(2)
+    await evaluations.after(2, last=False)
     world.over.set()
-    assert (await evaluations.after(4))["eval/step"] == 2.0
+    assert (await evaluations.after(4, last=False))["eval/step"] == 2.0
     assert world.beside._task is None
 
 
@@ -204,7 +206,7 @@ async def test_the_first_and_the_last_evaluation_can_be_switched_off(
     await evaluations.first()
     assert evaluator.ended == first
     evaluator.ended.clear()
-    await evaluations.after(6)
+    await evaluations.after(6, last=True)
     assert evaluator.ended == last
 
 
