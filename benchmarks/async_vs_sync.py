@@ -95,7 +95,9 @@ async def evaluate(settings: Settings, steps: Sequence[int], tasks: int) -> dict
         stack.push_async_callback(guard.close)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         episodes = EpisodeSource.of(quick.agent, processes.gateway)
-        evaluator = Evaluator(quick, episodes, {"": list(sets[""])}, view, unsaved)
+        evaluator = Evaluator(
+            settings=quick, episodes=episodes, sets={"": list(sets[""])}, observer=view, save=unsaved
+        )
         for step, weights in checkpoints.items():
             await EngineControl(processes.engines.urls()[0], http).load(weights, step)
             found = await evaluator.interim(step)

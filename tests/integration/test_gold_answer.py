@@ -81,10 +81,17 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
     episodes = EpisodeSource(stage.client, 60.0, admission.epoch)
     files, writer = TrajectoryFiles(run_dir), FileWriter()
     rollout = Rollout(
-        settings, admission, episodes, environment, partial(writer.run, files.append), unsaved,
-        Pause(admission, lambda _: None, 60.0),
+        settings=settings, admission=admission, episodes=episodes, tasks=environment,
+        save=partial(writer.run, files.append), dead_letter=unsaved,
+        pause=Pause(admission=admission, note=lambda _: None, limit_s=60.0),
     )  # fmt: skip
-    batches = Batcher(stage.client, admission, rollout.wake, lambda _: True, answer=rollout.answer)
+    batches = Batcher(
+        gateway=stage.client,
+        admission=admission,
+        on_freed=rollout.wake,
+        should_train=lambda _: True,
+        answer=rollout.answer,
+    )
     running = asyncio.create_task(rollout.run())
     try:
         async with asyncio.timeout(60):
@@ -92,8 +99,8 @@ async def trained_and_evaluated(stage: Stage, environment: Sums, agent: Path, ru
             batch.advantages = [[0.0, 0.0]]
             files.batch(batch, 1)
             await Evaluator(
-                settings, episodes, dict(environment.eval_sets()), Silent(),
-                partial(writer.run, files.evaluation),
+                settings=settings, episodes=episodes, sets=dict(environment.eval_sets()), observer=Silent(),
+                save=partial(writer.run, files.evaluation),
             ).full(0)  # fmt: skip
     finally:
         running.cancel()

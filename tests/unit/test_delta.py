@@ -42,7 +42,12 @@ class Stage:
         self.model = make_tiny_model(directory / "model", hidden=32)
         self.notes: list[str] = []
         self.writer = VersionWriter(
-            directory / "weights", self.save, self.buckets, dtype, full_every, self.notes.append
+            directory=directory / "weights",
+            save_weights=self.save,
+            buckets=self.buckets,
+            dtype=dtype,
+            full_every=full_every,
+            note=self.notes.append,
         )
         self.number = 0
 

@@ -18,7 +18,7 @@ from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.waits import unless_stopped
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class RunEvaluations:
     """Runs the evaluations before the first step, after the last, and between them.
 

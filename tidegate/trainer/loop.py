@@ -26,7 +26,7 @@ UNPUBLISHED_VERSION = -2
 tokens."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Loop:
     """Defines only the order of operations. Components are injected and never reference the loop."""
 

@@ -127,24 +127,28 @@ class Training:
 
         epoch = self.admission.epoch
         episodes = EpisodeSource.of(settings.agent, self.gateway, epoch)
-        self.pause = Pause(self.admission, observer.note, settings.trainer.outage_s)
+        self.pause = Pause(admission=self.admission, note=observer.note, limit_s=settings.trainer.outage_s)
         self.rollout = Rollout(
-            settings, self.admission, episodes, environment, save,
-            partial(self.writer.run, DeadLetters(self.dir).write), self.pause, self.tokens,
+            settings=settings, admission=self.admission, episodes=episodes, tasks=environment, save=save,
+            dead_letter=partial(self.writer.run, DeadLetters(self.dir).write), pause=self.pause,
+            tokens=self.tokens,
         )  # fmt: skip
         self.clients = ClientLog(self.dir)
         self.batches = Batcher(
-            self.gateway, self.admission, self.rollout.wake, BaselineCredit(settings.trainer).should_train,
-            self.tokens, self.rollout.answer, partial(self.writer.run, self.clients.offered), save_dropped,
-            teacher, None if (use := settings.trainer.filter) is None else GroupFilter(use),
+            gateway=self.gateway, admission=self.admission, on_freed=self.rollout.wake,
+            should_train=BaselineCredit(settings.trainer).should_train,
+            tokens=self.tokens, answer=self.rollout.answer,
+            offered=partial(self.writer.run, self.clients.offered), save=save_dropped,
+            scorer=teacher, own_filter=None if (use := settings.trainer.filter) is None else GroupFilter(use),
             clients_form_groups=self._by_clients,
         )  # fmt: skip
         for group in resumed.leased:
             self.batches.add(group)
         sets = {name: list(tasks) for name, tasks in environment.eval_sets().items()}
         self.evaluator = Evaluator(
-            settings, episodes, sets, observer, save_evaluation, lambda: self.pause.engines_down,
-            self.admission.pace,
+            settings=settings, episodes=episodes, sets=sets, observer=observer, save=save_evaluation,
+            engines_down=lambda: self.pause.engines_down,
+            pace=self.admission.pace,
         )  # fmt: skip
         self.recorder = Recorder(
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge,
@@ -154,8 +158,9 @@ class Training:
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
-            self.gateway, files, self.dir / JUDGE_CACHE, self.writer, ledger.record, ledger.durable,
-            start.past.erased, observer.note, self.batches.withdraw,
+            gateway=self.gateway, files=files, judge=self.dir / JUDGE_CACHE, writer=self.writer,
+            record=ledger.record, durable=ledger.durable,
+            done=start.past.erased, note=observer.note, withdraw=self.batches.withdraw,
         )  # fmt: skip
         self.publisher = self._publisher(stack)
         self.engines.on_poll = self._on_poll
@@ -166,14 +171,17 @@ class Training:
         )
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.evaluations = RunEvaluations(
-            settings, self.dir, self.evaluator, self.publisher,
-            self._background_evaluation() if settings.eval.beside_training else None,
-            BestCheckpoint.open(self.dir), self.rollout.stop, self.recorder.step, observer.note, stop, result,
+            settings=settings, run_dir=self.dir, evaluator=self.evaluator, publisher=self.publisher,
+            beside=self._background_evaluation() if settings.eval.beside_training else None,
+            best=BestCheckpoint.open(self.dir), stop_rollout=self.rollout.stop, record=self.recorder.step,
+            note=observer.note, stop=stop, result=result,
         )  # fmt: skip
         self.loop = Loop(
-            settings.trainer, self.admission, self.batches, policy, self.publisher, self.recorder,
-            self._checkpoint, self._evaluate, credit, self._before_publish, self.promotion, self._roll_back,
-            self._roll_back_requested, start.step, stop,
+            settings=settings.trainer, admission=self.admission, batches=self.batches, policy=policy,
+            publisher=self.publisher, recorder=self.recorder,
+            checkpoint=self._checkpoint, evaluate=self._evaluate, credit=credit,
+            before_publish=self._before_publish, promotion=self.promotion, roll_back=self._roll_back,
+            requested=self._roll_back_requested, step=start.step, stop=stop,
         )  # fmt: skip
 
     async def _open(self, supervisor: TaskSupervisor) -> None:
@@ -284,14 +292,18 @@ class Training:
         # SGLang loads whole models only; a node without the run's files has no base.
         deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place
         writer = VersionWriter(
-            self.dir / "weights", self.policy.save_weights, self.policy.weight_buckets,
-            dtype, settings.trainer.publish_full_every if deltas else 1, self.observer.note,
+            directory=self.dir / "weights", save_weights=self.policy.save_weights,
+            buckets=self.policy.weight_buckets,
+            dtype=dtype, full_every=settings.trainer.publish_full_every if deltas else 1,
+            note=self.observer.note,
         )  # fmt: skip
         return Publisher(
-            writer, self.engines.urls, self.rollout.cancel_stale,
-            self.engines.mark_unavailable, self.engines.restore, (self.start.weights, self.start.version),
-            restart_s(settings.engine), sender,
-            self.provider.deliver, lambda: self.pause.active and not self.stop.is_set(), self.ledger.durable,
+            writer=writer, engines=self.engines.urls, cancel_stale=self.rollout.cancel_stale,
+            quarantine=self.engines.mark_unavailable, restore=self.engines.restore,
+            current=(self.start.weights, self.start.version),
+            retry_s=restart_s(settings.engine), sender=sender,
+            deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
+            durable=self.ledger.durable,
         )  # fmt: skip
 
     def _background_evaluation(self) -> BackgroundEvaluation:
@@ -299,8 +311,9 @@ class Training:
         if settings.engines:
             reserved = CandidateEngines(self.gateway, self.engines, self.publisher, settings.engines, 0.0)
         return BackgroundEvaluation(
-            self.evaluator.interim, self.publisher, self.engines, reserved, settings.max_versions,
-            self.observer.note,
+            evaluate=self.evaluator.interim, publisher=self.publisher, engines=self.engines,
+            reserved_engines=reserved, max_versions=settings.max_versions,
+            note=self.observer.note,
         )  # fmt: skip
 
     async def _before_publish(self, version: int) -> None:
@@ -318,9 +331,10 @@ class Training:
         )  # fmt: skip
         checkpoint = self.start.checkpoint
         return Promotion(
-            settings, self.admission, self.publisher, engines, self.gateway, self._held_out_rewards,
-            self._restore, self.observer.note, self.stop,
-            self._decided, CanaryState(self.dir, settings.margin).write,
+            settings=settings, admission=self.admission, publisher=self.publisher, engines=engines,
+            gateway=self.gateway, evaluate=self._held_out_rewards,
+            restore=self._restore, note=self.observer.note, stop=self.stop,
+            requested=self._decided, progress=CanaryState(self.dir, settings.margin).write,
             live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
         )  # fmt: skip
 

@@ -161,12 +161,20 @@ async def test_a_run_that_ends_tells_the_client_of_an_accepted_group(stage: Stag
     settings = load_settings(None, ["--model.path=x", "--trainer.group_size=2"])
     entries: list[Any] = []
     admission = Admission(Rules.of(settings), entries.append)
-    pause = Pause(admission, print, 3600.0)
+    pause = Pause(admission=admission, note=print, limit_s=3600.0)
     source = EpisodeSource(stage.client, 5.0, epoch=1)
 
     async def nothing(*_: object) -> None: ...
 
-    rollout = Rollout(settings, admission, source, Arithmetic(), nothing, nothing, pause)
+    rollout = Rollout(
+        settings=settings,
+        admission=admission,
+        episodes=source,
+        tasks=Arithmetic(),
+        save=nothing,
+        dead_letter=nothing,
+        pause=pause,
+    )
     assert admission.accept(await leased(stage)) is None
     await rollout.stop()
     with pytest.raises(

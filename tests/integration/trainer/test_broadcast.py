@@ -84,8 +84,9 @@ def publisher(stage: Stage, tmp_path: Path) -> Publisher:
         stage.model.save_pretrained(directory)
 
     return Publisher(
-        VersionWriter(tmp_path, save, stage.buckets), lambda: [stage.client.url], nothing, nothing, nothing,
-        (stage.directory, 3), 20.0, stage.sender,
+        writer=VersionWriter(directory=tmp_path, save_weights=save, buckets=stage.buckets),
+        engines=lambda: [stage.client.url], cancel_stale=nothing, quarantine=nothing, restore=nothing,
+        current=(stage.directory, 3), retry_s=20.0, sender=stage.sender,
     )  # fmt: skip
 
 

@@ -100,8 +100,25 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
         return {}
 
     credit = BaselineCredit(trainer)
-    batches = Batcher(hands, admission, lambda: None, credit.should_train)
-    return Loop(trainer, admission, batches, hands, hands, recorder, later, later, credit, later), hands, book
+    batches = Batcher(
+        gateway=hands, admission=admission, on_freed=lambda: None, should_train=credit.should_train
+    )
+    return (
+        Loop(
+            settings=trainer,
+            admission=admission,
+            batches=batches,
+            policy=hands,
+            publisher=hands,
+            recorder=recorder,
+            checkpoint=later,
+            evaluate=later,
+            credit=credit,
+            before_publish=later,
+        ),
+        hands,
+        book,
+    )
 
 
 async def test_streaming_begins_with_the_first_minibatch_and_steps_once(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Admission:
         self.versions = PolicyVersions(rules, record, version)
         self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
         self.outage = Outage(record)
-        self.pace = Pace(rules.deadline_s, rules.reply_tokens)
+        self.pace = Pace(deadline_s=rules.deadline_s, tokens=rules.reply_tokens)
         self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace, self.curriculum)
         self._cursor = TaskCursor(self.curriculum)
         self._record = record

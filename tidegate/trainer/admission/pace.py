@@ -15,7 +15,7 @@ WINDOW = 32
 """Number of the newest successful attempts whose mean length counts."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pace:
     """Number of episodes that may run, from the outcomes of attempts and the engines' tokens per second.
 

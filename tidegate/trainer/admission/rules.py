@@ -9,7 +9,7 @@ from enum import StrEnum
 from tidegate.config import Settings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """Settings that admission enforces; named as in `TrainerSettings`."""
 

@@ -113,7 +113,7 @@ async def _unrecorded(group: Group, refusal: str | None) -> None: ...
 async def _unsaved(group: Group, state: State) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Batcher:
     """Leases groups from the gateway and assembles batches.
 

@@ -125,8 +125,9 @@ class StandingService:
                 files, clients = TrajectoryFiles(self._dir), ClientLog(self._dir)
                 tasks.create_task(clients.watch(client, writer))
                 await Erasure(
-                    client, files, self._dir / JUDGE_CACHE, writer, ledger.record, ledger.durable,
-                    past.erased, self._note,
+                    gateway=client, files=files, judge=self._dir / JUDGE_CACHE, writer=writer,
+                    record=ledger.record, durable=ledger.durable,
+                    done=past.erased, note=self._note,
                 ).watch()  # fmt: skip
 
     def newest_weights(self) -> tuple[Path, int]:

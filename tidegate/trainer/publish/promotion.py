@@ -40,7 +40,7 @@ class Decision:
     figures: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Promotion:
     """Publishes the versions that pass a test.
 

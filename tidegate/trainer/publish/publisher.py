@@ -51,7 +51,7 @@ async def _shared_directory(url: str, weights: Path) -> Path:
 async def _no_ledger() -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Publisher:
     """Publishes to all engines at the same time.
 

@@ -29,7 +29,7 @@ MOST_REFUSALS = 2
 """Refused differences in a row after which the engines are taken for ones that cannot load any."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class VersionWriter:
     """Writes versions to a directory.
 

@@ -18,7 +18,7 @@ from tidegate.trainer.records.writer import FileWriter
 POLL_S = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Erasure:
     """Follows the gateway's list of erased groups.
 

@@ -27,7 +27,7 @@ class Evaluated:
     evaluation: Evaluation
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class BackgroundEvaluation:
     """Runs one evaluation at a time in the background.
 

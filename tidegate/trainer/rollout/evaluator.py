@@ -48,7 +48,7 @@ class Evaluation:
     """Failure reason → number of episodes."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Evaluator:
     """Runs evaluations with bounded concurrency and one deadline. Failed episodes are counted, not raised."""
 

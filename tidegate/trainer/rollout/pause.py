@@ -22,7 +22,7 @@ NO_ENGINE = "no engine serves"
 NO_WORKER = "waiting for workers: none is connected"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pause:
     """Pause of the run while admission sees an outage. Call `update` after every possible change of it."""
 

@@ -40,7 +40,7 @@ class Tasks(Protocol):
     def train_task(self, index: int) -> Task: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Rollout:
     """Owns the running groups. `run()` lasts until it is cancelled or raises; `stop()` is final."""
 

@@ -51,7 +51,15 @@ async def start_teacher(
         await check_teacher(client, urls[env], model, student, teacher.asked_top_k)
     for server in servers.values():
         supervisor.watch(supervise(server, note), server.name)
-    scores = Teacher(teacher, urls, client, supervisor.watch, note, settings.trainer.outage_s, hint)
+    scores = Teacher(
+        settings=teacher,
+        urls=urls,
+        client=client,
+        watch=supervisor.watch,
+        note=note,
+        limit_s=settings.trainer.outage_s,
+        hint=hint,
+    )
     stack.push_async_callback(scores.close)
     return scores
 

@@ -24,7 +24,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 8.0
 """Delays before a failed request is repeated."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Teacher:
     """Scores every trained turn of the groups that are given to it, and sets `Turn.teacher_logprobs`.
 

@@ -532,7 +532,7 @@ def test_a_group_whose_end_cannot_be_recorded_fails_for_this_reason_each_time() 
         if full:
             raise LedgerError("the disk is full")
 
-    core = Admission(Rules(1, 2, 2, 1), record)
+    core = Admission(Rules(groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=1), record)
     group = core.start_group(core.next_ticket(), "task")
     assert group is not None
     for slot in (0, 1):

@@ -40,7 +40,14 @@ def test_any_world(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_with_outages_continues_and_quarantines_no_task(seed: int) -> None:
-    rules = Rules(2, 4, 2, 2, max_attempts=2, max_infra_attempts=3)
+    rules = Rules(
+        groups_per_batch=2,
+        group_size=4,
+        min_group_size=2,
+        max_staleness=2,
+        max_attempts=2,
+        max_infra_attempts=3,
+    )
     world = World(rules, random.Random(seed), 0.5, 0.1, 0.001, 0.005)
     world.run(4_000)
     told = [one["event"] for one in world.book if one["kind"] == "run"]
@@ -51,7 +58,9 @@ def test_a_run_with_outages_continues_and_quarantines_no_task(seed: int) -> None
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_simulated_run_makes_progress(seed: int) -> None:
-    rules = Rules(4, 4, 3, 2, publish_interval=1 + seed % 2)
+    rules = Rules(
+        groups_per_batch=4, group_size=4, min_group_size=3, max_staleness=2, publish_interval=1 + seed % 2
+    )
     world = World(rules, random.Random(seed), crash_rate=0.001, client_rate=0.02)
     world.run(8_000)
     assert world.step > 20
@@ -64,7 +73,11 @@ def test_a_simulated_run_makes_progress(seed: int) -> None:
 def test_a_client_group_whose_acceptance_a_crash_interrupts_is_trained_on_whole_or_not(entries: int) -> None:
     trained = 0
     for seed in range(8):
-        world = World(Rules(1, 3, 3, 2), random.Random(seed), reject_rate=0.0)
+        world = World(
+            Rules(groups_per_batch=1, group_size=3, min_group_size=3, max_staleness=2),
+            random.Random(seed),
+            reject_rate=0.0,
+        )
         world.fuse = entries
         with contextlib.suppress(Killed):
             while True:
@@ -85,7 +98,11 @@ def test_two_hundred_thousand_events() -> None:
     for seed in range(20):
         rng = random.Random(seed)
         rules = Rules(
-            rng.randint(1, 6), rng.randint(2, 6), 2, rng.choice([0, 1, 2, 4, None]), rng.randint(1, 4)
+            groups_per_batch=rng.randint(1, 6),
+            group_size=rng.randint(2, 6),
+            min_group_size=2,
+            max_staleness=rng.choice([0, 1, 2, 4, None]),
+            publish_interval=rng.randint(1, 4),
         )
         World(rules, rng, rng.random() / 3, rng.random() * 0.8, rng.choice([0, 0.002]), 0.001, 0.02).run(
             10_000

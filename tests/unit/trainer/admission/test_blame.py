@@ -78,7 +78,14 @@ class Broken:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(1, 4), st.integers(1, 10))
 def test_outages_alone_quarantine_no_task(seed: int, attempts: int, size: int, infra: int) -> None:
-    rules = Rules(3, size, 1, 2, max_attempts=attempts, max_infra_attempts=infra)
+    rules = Rules(
+        groups_per_batch=3,
+        group_size=size,
+        min_group_size=1,
+        max_staleness=2,
+        max_attempts=attempts,
+        max_infra_attempts=infra,
+    )
     run = Broken(rules, random.Random(seed))
     for _ in range(600):
         run.event()

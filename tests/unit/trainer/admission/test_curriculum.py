@@ -121,7 +121,9 @@ def test_unknown_and_undecided_tasks_are_always_issued() -> None:
 
 
 def test_a_uniform_curriculum_reads_no_task_and_skips_none() -> None:
-    admission = Admission(Rules(1, 2, 2, 0), lambda _: None)
+    admission = Admission(
+        Rules(groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=0), lambda _: None
+    )
     indices = [admission.next_ticket(lambda index: 1 / 0).index for _ in range(5)]  # type: ignore[arg-type, return-value]
     assert indices == list(range(5))
     assert admission.curriculum.metrics() == {}
@@ -187,7 +189,9 @@ class Life:
     """Number of `chosen` that the marker contains."""
 
     def __post_init__(self) -> None:
-        self.rules = Rules(1, 4, 4, None, floor=0.1, seed=self.seed)
+        self.rules = Rules(
+            groups_per_batch=1, group_size=4, min_group_size=4, max_staleness=None, floor=0.1, seed=self.seed
+        )
 
     def run(self, number: int) -> list[int]:
         self.resume()

@@ -32,7 +32,7 @@ def play(pace: Pace, wanted: int, rounds: int, seconds: Callable[[int], float], 
 
 def test_engines_of_twenty_tokens_per_second_get_as_many_episodes_as_they_serve() -> None:
     """128 episodes of 128 tokens need 819 s; in half of the deadline of 60 s the engines sample 600."""
-    pace = Pace(60.0, 128)
+    pace = Pace(deadline_s=60.0, tokens=128)
     pace.measured(20.0)
     numbers = play(pace, 128, 6, lambda number: number * 128 / 20, 128)
     assert numbers[:2] == [128, 4]
@@ -40,14 +40,14 @@ def test_engines_of_twenty_tokens_per_second_get_as_many_episodes_as_they_serve(
 
 
 def test_fast_engines_have_no_limit() -> None:
-    pace = Pace(60.0, 128)
+    pace = Pace(deadline_s=60.0, tokens=128)
     pace.measured(20_000.0)
     assert play(pace, 128, 20, lambda number: number * 128 / 20_000, 128) == [128] * 20
     assert pace.limit == math.inf
 
 
 def test_some_long_episodes_lower_nothing() -> None:
-    pace = Pace(60.0, 128)
+    pace = Pace(deadline_s=60.0, tokens=128)
     pace.measured(20.0)
     for number in range(200):
         pace.started(str(number))
@@ -56,7 +56,7 @@ def test_some_long_episodes_lower_nothing() -> None:
 
 
 def test_timeouts_of_attempts_that_began_before_a_change_do_not_lower_the_limit_again() -> None:
-    pace = Pace(60.0, 128)
+    pace = Pace(deadline_s=60.0, tokens=128)
     pace.measured(20.0)
     for number in range(64):
         pace.started(str(number))
@@ -66,12 +66,12 @@ def test_timeouts_of_attempts_that_began_before_a_change_do_not_lower_the_limit_
 
 
 def test_an_unknown_rate_halves_the_number() -> None:
-    pace = Pace(10.0, 100)
+    pace = Pace(deadline_s=10.0, tokens=100)
     assert play(pace, 64, 5, lambda number: float(number), 100) == [64, 32, 16, 8, 8]
 
 
 def test_the_limit_falls_if_replies_grow_and_rises_when_they_are_short_again() -> None:
-    pace = Pace(60.0, 128)
+    pace = Pace(deadline_s=60.0, tokens=128)
     pace.measured(100.0)
     play(pace, 64, 1, lambda number: 61.0, 128)
     first = pace.limit
@@ -83,13 +83,13 @@ def test_the_limit_falls_if_replies_grow_and_rises_when_they_are_short_again() -
 
 
 def test_one_episode_always_may_run() -> None:
-    pace = Pace(1.0, 4096)
+    pace = Pace(deadline_s=1.0, tokens=4096)
     pace.measured(1.0)
     assert play(pace, 8, 5, lambda number: 100.0, 0)[1:] == [1] * 4
 
 
 def test_ended_attempts_leave_room() -> None:
-    pace = Pace(60.0, 128, limit=2.0)
+    pace = Pace(deadline_s=60.0, tokens=128, limit=2.0)
     pace.started("a")
     pace.started("b")
     assert pace.free < 1

@@ -69,7 +69,16 @@ def gathered(rewards: list[list[float]], *, dynamic_sampling: bool) -> tuple[Bat
     admission = Admission(rules, book.append)
     gateway = Gateway(admission, rewards)
     credit = BaselineCredit(TrainerSettings(dynamic_sampling=dynamic_sampling))
-    return Batcher(cast(Any, gateway), admission, lambda: None, credit.should_train), gateway, book
+    return (
+        Batcher(
+            gateway=cast(Any, gateway),
+            admission=admission,
+            on_freed=lambda: None,
+            should_train=credit.should_train,
+        ),
+        gateway,
+        book,
+    )
 
 
 async def test_groups_without_a_gradient_are_filtered_and_replaced() -> None:

@@ -41,7 +41,7 @@ def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.toml").write_text(sections.dump(Settings.model_validate(RAW)))
     (tmp_path / "trajectories").mkdir()
     with Ledger(tmp_path / "ledger.jsonl") as ledger, open(tmp_path / "metrics.jsonl", "w") as metrics:
-        rules = Rules(2, 2, 2, 1, max_attempts=2)
+        rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=1, max_attempts=2)
         core = Admission(rules, ledger.record)
         started = entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.for_ledger())
         ledger.record(started)

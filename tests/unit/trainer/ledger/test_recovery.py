@@ -309,7 +309,12 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
         "2_step_000002.jsonl",
         "step_000001.jsonl",
     ]
-    batches = Batcher(cast(Any, gateway), opened.admission, lambda: None, lambda _: True)
+    batches = Batcher(
+        gateway=cast(Any, gateway),
+        admission=opened.admission,
+        on_freed=lambda: None,
+        should_train=lambda _: True,
+    )
     for group in opened.leased:
         batches.add(group)
     batch = await batches.next_batch()
@@ -370,7 +375,9 @@ async def test_an_erased_group_that_waits_for_a_batch_ends_filtered(tmp_path: Pa
     gateway, book = Gateway({}), list[LedgerEntry]()
     gateway.epochs.append(1)
     admission = Admission(RULES, book.append)
-    batches = Batcher(cast(Any, gateway), admission, lambda: None, lambda _: True)
+    batches = Batcher(
+        gateway=cast(Any, gateway), admission=admission, on_freed=lambda: None, should_train=lambda _: True
+    )
     group = tokens("waits", 0)
     for trajectory in group.trajectories:
         trajectory.client = "me"

@@ -22,7 +22,9 @@ from tidegate.trainer.ledger.tasks import TaskRecord, task_records
 from tidegate.trainer.records.lift_requests import lift_requested, request_lift, requested_lifts
 from tidegate.types import Outcome
 
-RULES = Rules(1, 2, 2, 1, max_attempts=2, max_infra_attempts=2)
+RULES = Rules(
+    groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=1, max_attempts=2, max_infra_attempts=2
+)
 RAW = {
     "model": {"path": "model"},
     "trainer": {"groups_per_batch": 1, "group_size": 2, "max_staleness": 1, "max_attempts": 2},

@@ -28,7 +28,13 @@ async def stand(tmp_path: Path) -> AsyncIterator[tuple[Stage, Engine, Publisher]
 
     async with serving(engine) as client:
         publisher = Publisher(
-            stage.writer, lambda: [client.url], nothing, nothing, nothing, (tmp_path / "base", 0), 5.0
+            writer=stage.writer,
+            engines=lambda: [client.url],
+            cancel_stale=nothing,
+            quarantine=nothing,
+            restore=nothing,
+            current=(tmp_path / "base", 0),
+            retry_s=5.0,
         )
         yield stage, engine, publisher
 

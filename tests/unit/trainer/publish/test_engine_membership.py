@@ -49,8 +49,10 @@ class World:
     def __post_init__(self) -> None:
         self.engines = EngineMembership(self, self.notes.append)  # type: ignore[arg-type]
         self.publisher = Publisher(
-            VersionWriter(Path("/nowhere"), lambda place, dtype: None), self.engines.urls, _nothing,
-            self.engines.mark_unavailable, self.engines.restore, (Path("/nowhere/v0"), 0), 60.0,
+            writer=VersionWriter(directory=Path("/nowhere"), save_weights=lambda place, dtype: None),
+            engines=self.engines.urls, cancel_stale=_nothing,
+            quarantine=self.engines.mark_unavailable, restore=self.engines.restore,
+            current=(Path("/nowhere/v0"), 0), retry_s=60.0,
         )  # fmt: skip
         self.engines.set_publisher(self.publisher)
 

@@ -37,14 +37,18 @@ class World:
         self.ledger: list[LedgerEntry] = []
         self.stop = asyncio.Event()
         self.rows = [GroupRow("earlier", "ready", 1, [], newest_version=1, reward=0.0)]
-        self.admission = Admission(Rules(1, 1, 1, 2), self.ledger.append)
+        self.admission = Admission(
+            Rules(groups_per_batch=1, group_size=1, min_group_size=1, max_staleness=2), self.ledger.append
+        )
         self.fail_polls = 0
         self.decided: Callable[[], bool | None] = lambda: None
         canary = {"max_wait_s": max_wait_s} if mode == "canary" else {}
         world = cast(Any, self)
         self.promotion = Promotion(
-            PromotionSettings.model_validate({"mode": mode, **canary}), self.admission, world, world, world,
-            self.evaluate, self.restore, self.done.append, self.stop, lambda: self.decided(),
+            settings=PromotionSettings.model_validate({"mode": mode, **canary}), admission=self.admission,
+            publisher=world, engines=world, gateway=world,
+            evaluate=self.evaluate, restore=self.restore, note=self.done.append, stop=self.stop,
+            requested=lambda: self.decided(),
         )  # fmt: skip
 
     async def write_candidate(self, version: int) -> Path:

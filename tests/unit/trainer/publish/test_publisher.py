@@ -111,7 +111,13 @@ def stage(tmp_path: Path, engines: list[ControlEngine], monkeypatch: pytest.Monk
         restored.append(url)
 
     publisher = Publisher(
-        VersionWriter(tmp_path, save), lambda: urls, cancel_doomed, quarantine, restore, (tmp_path, 0), 0.05
+        writer=VersionWriter(directory=tmp_path, save_weights=save),
+        engines=lambda: urls,
+        cancel_stale=cancel_doomed,
+        quarantine=quarantine,
+        restore=restore,
+        current=(tmp_path, 0),
+        retry_s=0.05,
     )
     return Stage(publisher, doomed, quarantined, restored, urls)
 
@@ -389,13 +395,13 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
         return
 
     publisher = Publisher(
-        VersionWriter(tmp_path, lambda place, dtype: None),
-        lambda: [engine.url],
-        nothing,
-        nothing,
-        nothing,
-        (tmp_path, 0),
-        5.0,
+        writer=VersionWriter(directory=tmp_path, save_weights=lambda place, dtype: None),
+        engines=lambda: [engine.url],
+        cancel_stale=nothing,
+        quarantine=nothing,
+        restore=nothing,
+        current=(tmp_path, 0),
+        retry_s=5.0,
     )
     try:
         if words is None:

@@ -67,8 +67,9 @@ def files(tmp_path: Path) -> TrajectoryFiles:
 
 def erasure(gateway: Gateway, files: TrajectoryFiles, book: list[Any], *done: str) -> Erasure:
     return Erasure(
-        cast(Any, gateway), files, files.directory.parent / "judge.sqlite", FileWriter(), book.append,
-        partial(kept, book), set(done), lambda _: None,
+        gateway=cast(Any, gateway), files=files, judge=files.directory.parent / "judge.sqlite",
+        writer=FileWriter(), record=book.append,
+        durable=partial(kept, book), done=set(done), note=lambda _: None,
     )  # fmt: skip
 
 

@@ -78,7 +78,13 @@ def test_a_held_out_set_whose_score_is_another_ones_is_refused(tmp_path: Path) -
     settings = Settings.model_validate({"model": {"path": "m"}})
     episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
     with pytest.raises(ConfigError, match=r"'greedy'.*eval/reward_greedy"):
-        Evaluator(settings, episodes, {"": [], "greedy": []}, Silent(), cast(Any, None))
+        Evaluator(
+            settings=settings,
+            episodes=episodes,
+            sets={"": [], "greedy": []},
+            observer=Silent(),
+            save=cast(Any, None),
+        )
 
 
 def test_steps_before_a_resume_are_not_guessed(tmp_path: Path) -> None:
@@ -249,7 +255,14 @@ def _of_a_teacher(directory: Path) -> dict[str, float]:
         "time/teacher": 1.5, "teacher/kl": 1.5, "teacher/logprob": -2.0,
         "teacher/kl_a": 0.5, "teacher/kl_b": 2.5,
     }  # fmt: skip
-    teacher = Teacher(TeacherSettings(), {}, ScoreClient(1.0), cast(Any, None), print, 1.0)
+    teacher = Teacher(
+        settings=TeacherSettings(),
+        urls={},
+        client=ScoreClient(1.0),
+        watch=cast(Any, None),
+        note=print,
+        limit_s=1.0,
+    )
     return {**{name: value for name, value in found.items() if "teacher" in name}, **teacher.metrics()}
 
 

@@ -36,7 +36,12 @@ class World:
         self.metrics = {"eval/reward": 0.5}
         world = cast(Any, self)
         self.beside = BackgroundEvaluation(
-            self.evaluate, world, world, world if engines else None, max_versions, self.notes.append
+            evaluate=self.evaluate,
+            publisher=world,
+            engines=world,
+            reserved_engines=world if engines else None,
+            max_versions=max_versions,
+            note=self.notes.append,
         )
 
     async def evaluate(self, step: int, version: int | None) -> Evaluation:
@@ -130,7 +135,7 @@ def make(tmp_path: Path) -> Make:
     def evaluations(*words: str, beside: bool = True) -> tuple[RunEvaluations, World, Evaluator]:
         settings = load_settings(None, ["--model.path=m", "--trainer.steps=6", "--eval.every=2", *words])
         world = World()
-        evaluator, made = Evaluator(world), cast(Any, world)
+        evaluator, made = Evaluator(settings=world), cast(Any, world)
 
         async def stop_rollout() -> None:
             evaluator.ended.append("stop")
@@ -140,8 +145,10 @@ def make(tmp_path: Path) -> Make:
 
         best = cast(Any, Best())
         return RunEvaluations(
-            settings, tmp_path, cast(Any, evaluator), made, world.beside if beside else None, best,
-            stop_rollout, record, world.notes.append, asyncio.Event(), RunResult("failed", None, 0),
+            settings=settings, run_dir=tmp_path, evaluator=cast(Any, evaluator), publisher=made,
+            beside=world.beside if beside else None, best=best,
+            stop_rollout=stop_rollout, record=record, note=world.notes.append, stop=asyncio.Event(),
+            result=RunResult("failed", None, 0),
         ), world, evaluator  # fmt: skip
 
     return evaluations

@@ -171,8 +171,21 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
         async def letter(*told: Any) -> None:
             script.letters.append((*told, len(book)))
 
-        pause = Pause(core, script.notes.append, 3600.0)
-        return Stage(Rollout(settings, core, episodes, Tasks(), keep, letter, pause), core, book, script)
+        pause = Pause(admission=core, note=script.notes.append, limit_s=3600.0)
+        return Stage(
+            Rollout(
+                settings=settings,
+                admission=core,
+                episodes=episodes,
+                tasks=Tasks(),
+                save=keep,
+                dead_letter=letter,
+                pause=pause,
+            ),
+            core,
+            book,
+            script,
+        )
 
     return build
 

@@ -21,7 +21,7 @@ def test_a_run_without_workers_or_engines_waits_for_both() -> None:
     notes: list[str] = []
     rules = Rules(groups_per_batch=2, group_size=2, min_group_size=2, max_staleness=0)
     admission = Admission(rules, lambda _: None)
-    pause = Pause(admission, notes.append, 60.0)
+    pause = Pause(admission=admission, note=notes.append, limit_s=60.0)
     pause.set_serving(False, NO_WORKER)
     assert notes == [f"paused by an outage: {NO_WORKER}. Until it is over, no attempt starts"]
     pause.set_serving(False)

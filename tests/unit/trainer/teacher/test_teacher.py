@@ -101,7 +101,13 @@ async def stage(limit_s: float = 60.0, hint: Hint | None = None, **settings: Any
     async with served(app) as url:
         made = TeacherSettings(**{"url": url, "deadline_s": 10.0, **settings})
         teacher = Teacher(
-            made, {"": url}, ScoreClient(made.deadline_s), supervisor.watch, notes.append, limit_s, hint
+            settings=made,
+            urls={"": url},
+            client=ScoreClient(made.deadline_s),
+            watch=supervisor.watch,
+            note=notes.append,
+            limit_s=limit_s,
+            hint=hint,
         )
         try:
             yield Stage(fake, teacher, notes)
