@@ -501,7 +501,9 @@ class World:
         ids = np.zeros(2, np.int32)
         turn = Turn(0, None, ids, ids, np.zeros(2, np.float32), spans, "stop", 1.0)
         members = [
-            Trajectory(f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], name, slot)
+            Trajectory(
+                f"{name}-{slot}", "t", "e", "train", Outcome.COMPLETED, [turn], group_id=name, slot=slot
+            )
             for slot in slots
         ]
         for trajectory in members:

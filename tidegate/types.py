@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from decimal import Decimal
 from enum import StrEnum
 from numbers import Real
@@ -173,6 +173,7 @@ class Turn:
     """`stop`, `length`, or CLIENT_CLOSED."""
     temperature: float
     """Temperature of the sampling."""
+    _: KW_ONLY
     delivered: bool = True
     """Whether the reply reached the agent."""
     kv_version: int | None = None
@@ -289,6 +290,7 @@ class Trajectory:
     """How the episode ended (docs/glossary.md)."""
     turns: list[Turn]
     """In the order in which they ended; each refers to its parent by index."""
+    _: KW_ONLY
     group_id: str | None = None
     """None for episodes outside a group, such as those of evaluations."""
     slot: int | None = None

@@ -9,7 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class EvalJob:
     """Least reward of an episode that counts as right for pass@k."""
     sets: Sequence[str] = ()
     """Names of held-out sets (`main` is the main one); empty: all."""
+    _: KW_ONLY
     tasks: int | None = None
     """Number of tasks of each set, from the first; None: all."""
 

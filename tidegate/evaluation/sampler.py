@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from tidegate.errors import GatewayError, NoUsableEpisodesError
@@ -50,6 +50,7 @@ class Sampler:
     keep: Callable[[SampledEpisode], None]
     """Called with every episode when it ends."""
     progress: Callable[[int, int], None]
+    _: KW_ONLY
     done: int = 0
     succeeded: int = 0
     reasons: FailureReasons = field(default_factory=FailureReasons)

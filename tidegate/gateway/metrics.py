@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from prometheus_client import Histogram
 
@@ -27,6 +27,7 @@ class GatewayMetrics:
     output_tokens: int = 0
     cached_tokens: int = 0
     rendered_tokens: int = 0
+    _: KW_ONLY
     rerendered_tokens: int = 0
     """Tokens of roots after a session's first, which is the cost of branches."""
     drifted_turns: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tidegate.gateway.engines.engine import PoolOptions
@@ -32,6 +32,7 @@ class GatewayOptions:
     """Limit of clients' groups that have not ended."""
     client_sampling: Sampling = field(default_factory=Sampling)
     """Sampling parameters of clients' episodes."""
+    _: KW_ONLY
     client_deadline_s: float = 3600.0
     """Deadline of a client's episode."""
     conversation_idle_s: float = 30.0

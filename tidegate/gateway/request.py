@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -28,6 +28,7 @@ class TurnRequest:
     parent: int | None = None
     """Turn that the request names as its predecessor, which decides between turns with equal histories."""
     stream: bool = False
+    _: KW_ONLY
     digest: bytes = b""
     """Hash of the request's position and body, by which a retry is recognised."""
     idempotency_key: str | None = None

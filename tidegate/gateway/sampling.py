@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +43,7 @@ class RequestedSampling:
     """Name of `stop` in the agent's dialect."""
     penalties: Mapping[str, float] = field(default_factory=dict)
     """Penalties that differ from their neutral values."""
+    _: KW_ONLY
     schema: Schema | None = None
 
 

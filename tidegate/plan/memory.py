@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,7 @@ class Shape:
     head_dim: int
     vocab: int
     tied: bool
+    _: KW_ONLY
     qk_norm: bool = False
     qkv_bias: bool = False
     experts: int = 0

@@ -10,7 +10,7 @@ import hashlib
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import orjson
@@ -71,6 +71,7 @@ class Plan:
     threads: int = 1
     device: str = "cpu"
     dtype: Dtype = "float32"
+    _: KW_ONLY
     prefixes: EncoderPrefixes | None = None
     recall: float | None = None
     replace: bool = False

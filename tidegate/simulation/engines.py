@@ -10,7 +10,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.simulation.scenario import EngineModel
 
@@ -47,6 +47,7 @@ class SimulatedRequest:
     done: Callable[[], None]
     begun: Callable[[], None]
     """Called before its first token is sampled."""
+    _: KW_ONLY
     engine: SimulatedEngine | None = None
     target: float = 0.0
     """Progress of the engine at which the request is done."""
@@ -68,6 +69,7 @@ class SimulatedEngine:
     queue: deque[SimulatedRequest] = field(default_factory=deque)
     busy_s: float = 0.0
     _progress: float = 0.0
+    _: KW_ONLY
     _debt: float = 0.0
     _at: float = 0.0
     _heap: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from tidegate.errors import TidegateError
@@ -26,6 +26,7 @@ class Figures:
     turns_per_s: float
     sessions_per_s: float
     """Attempts that ended."""
+    _: KW_ONLY
     groups_per_s: float
     """Groups that became ready."""
     goodput: float
@@ -72,6 +73,7 @@ class SimulationCounts:
     lost: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: Counter[int] = field(default_factory=Counter)
     waited_s: float = 0.0
+    _: KW_ONLY
     prompt: float = 0.0
     turns: int = 0
     sessions: int = 0

@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.outcome import Figures, SimulationCounts
@@ -33,6 +33,7 @@ class SimulatedAttempt:
     slot: int
     turns: Sequence[SimulatedTurn]
     failing: bool
+    _: KW_ONLY
     engine: SimulatedEngine | None = None
     """The engine of its requests, assigned at the first one."""
     at: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.viewer.formatting import known
 from tidegate.viewer.signs.watch import SignWatch
@@ -43,6 +43,7 @@ class LiveState:
     """Limit of the steps; None without one."""
     bound: int | None
     started_at: float
+    _: KW_ONLY
     info: dict[str, object] = field(default_factory=dict)
     news: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=50))
     now: dict[str, float] = field(default_factory=dict)

@@ -29,7 +29,7 @@ REFUSED = ToolCall(
 def test_a_program_that_lacks_a_package_is_told_its_interpreter(program: str, hint: str) -> None:
     raised = f"RuntimeError: {program} exited with status 1: ModuleNotFoundError: No module named 'openai'"
     trajectory = Trajectory("s", "t", "units", "train", Outcome.AGENT_ERROR, [])
-    summary = SessionSummary("s", Outcome.AGENT_ERROR, None, {}, None, 0, 0, None, raised, 0.1)
+    summary = SessionSummary("s", Outcome.AGENT_ERROR, None, {}, None, 0, 0, None, error=raised, seconds=0.1)
     settings = settings_of(agent={"use": "command", "options": {"command": [program, "agent.py"]}})
     episode = TrialEpisode(Outcome.AGENT_ERROR, summary, trajectory, {}, {})
     [finding] = judge_episode(episode, settings, Renderer.load(TINY_BASE))
@@ -53,7 +53,7 @@ def test_an_episode_whose_tool_calls_all_failed_is_named(calls: list[ToolCall], 
     trajectory = Trajectory(
         "s", "t", "units", "train", Outcome.COMPLETED, [turn], reward=0.0, output="41", tool_calls=calls
     )
-    summary = SessionSummary("s", Outcome.COMPLETED, 0.0, {}, None, 1, len(ids), 0, None, 0.1)
+    summary = SessionSummary("s", Outcome.COMPLETED, 0.0, {}, None, 1, len(ids), 0, error=None, seconds=0.1)
     findings = judge_episode(TrialEpisode(None, summary, trajectory, {}, {}), settings_of(), renderer)
     assert codes(findings) == found
     if found:

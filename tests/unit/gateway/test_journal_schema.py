@@ -98,7 +98,7 @@ def test_what_a_session_was_opened_with_comes_back() -> None:
     odd = {"big": 10**30, "nan": float("inf"), "half": "\ud83d", "nested": [None, {"a": 0.1}]}
     task = Task("t", "e", [{"role": "user", "content": "\ud83d"}], answer=odd, info=odd)
     session = GatewaySession(
-        "id", hash_key("k"), 1.0, 2.0, 9, task=task, env="e", split="train", sampling=Sampling(0.5),
+        "id", hash_key("k"), 1.0, 2.0, number=9, task=task, env="e", split="train", sampling=Sampling(0.5),
         deadline_s=1.0, group_id="g", slot=3, seed=4, metadata=odd, limits=SessionLimits(turns=3),
         untrained_models=("titles",), trainer_epoch=2,
     )  # fmt: skip

@@ -174,4 +174,4 @@ def test_weights_are_sent_and_written_in_the_engines_number_type(monkeypatch: py
         "as_files": "bfloat16",
         "on_device": False,
     }
-    assert made["VersionWriter"].call_args.args[3] == "bfloat16"
+    assert made["VersionWriter"].call_args.kwargs["dtype"] == "bfloat16"

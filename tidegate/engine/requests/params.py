@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 from tidegate.engine.validation import PARAMS, boolean, integer, invalid_parameter, number, refuse_unsupported
@@ -59,6 +59,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     max_new_tokens: int = 128
+    _: KW_ONLY
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     seed: int = 0

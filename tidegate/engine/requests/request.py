@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Generation:
     limit: int
     """Maximum number of output tokens: `max_new_tokens`, or fewer if the context is full earlier. 0: the
     request ends when the prompt's logprobs are known."""
+    _: KW_ONLY
     stream: bool = False
     return_logprob: bool = False
     logprob_start: int | None = None
@@ -166,7 +167,16 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
             "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len requests "
             "the prompt's logprobs"
         )
-    return Generation(rid, prompt_ids, params, limit, stream, return_logprob, start, top_logprobs=top)
+    return Generation(
+        rid,
+        prompt_ids,
+        params,
+        limit,
+        stream=stream,
+        return_logprob=return_logprob,
+        logprob_start=start,
+        top_logprobs=top,
+    )
 
 
 def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) -> int | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class ServiceEpisode:
     """Unused if a model plays the user."""
     said: list[Message]
     """The user's messages and the agent's replies to the user."""
+    _: KW_ONLY
     customer: str | None = None
     """Number of the customer that was found last."""
     searched: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from tidegate.types import Outcome
 
@@ -49,6 +49,7 @@ class SessionSummary:
     turns: int
     sampled_tokens: int
     oldest_version: int | None
+    _: KW_ONLY
     error: str | None
     seconds: float
     engine_wait_s: float = 0.0
@@ -62,6 +63,7 @@ class GroupRow:
     state: str
     oldest_version: int | None
     sessions: list[str]
+    _: KW_ONLY
     unended: int = 0
     """Number of its sessions that have not ended."""
     newest_version: int | None = None

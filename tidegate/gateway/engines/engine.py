@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 DEFAULT_CALLS = 256
@@ -58,6 +58,7 @@ class EngineEndpoint:
     """True after a successful probe, false in quarantine."""
     quarantined: bool = False
     max_context: int | None = None
+    _: KW_ONLY
     weight_version: str | None = None
     failures: int = 0
     limit: int = DEFAULT_CALLS

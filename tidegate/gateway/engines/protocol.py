@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class GenerateRequest:
     prompt: Ids
     params: dict[str, Any]
     max_new_tokens: int
+    _: KW_ONLY
     stream: bool = False
     requested_as: Mapping[str, str] = field(default_factory=dict)
     """For each of `params` that the agent set, its name in the agent's request."""

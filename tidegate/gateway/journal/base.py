@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 from tidegate.types import Group, ToolCall
@@ -47,6 +47,7 @@ class Recovered:
     last_order: int = 0
     """Highest `StoredGroup.order` so far."""
     engines: list[EngineRecord] = field(default_factory=list)
+    _: KW_ONLY
     trainer_managed: bool = False
     """A trainer decides which engines are in rotation."""
 
@@ -179,6 +180,7 @@ class StoredGroup:
     summary: GroupSummary
     read: Callable[[], Group]
     """Returns the group with its trajectories; slow after a restart, which decodes them."""
+    _: KW_ONLY
     lease_id: str | None = None
     key: str = ""
     """Key of the lease request."""

@@ -159,7 +159,9 @@ def _entries(connection: sqlite3.Connection, sessions: dict[str, GatewaySession]
     ):
         ids = json.loads(members)
         read = functools.partial(_group, group_id, task_id, [sessions[session_id] for session_id in ids])
-        entries.append(StoredGroup(group_id, place, ids, GroupSummary(*summary), read, lease_id, key))
+        entries.append(
+            StoredGroup(group_id, place, ids, GroupSummary(*summary), read, lease_id=lease_id, key=key)
+        )
     return entries
 
 

@@ -123,13 +123,14 @@ def _decode(data: bytes) -> list[Any]:
     return [_row_decoder.decode(data)]
 
 
-def _add(nodes: list[TurnNode], turn: Sequence[Any], node: _Node) -> None:
+def _add(nodes: list[TurnNode], stored: Sequence[Any], node: _Node) -> None:
     """Adds a turn to those of its session, or replaces the one that was written before."""
-    values = list(turn)
+    values = list(stored)
     for at, element in _ARRAYS:
         if (data := values[at]) is not None:
             values[at] = np.frombuffer(data, element)
-    restored = TurnNode(Turn(*values), *node, 0)
+    turn = Turn(**dict(zip(_FIELDS, values, strict=True)))
+    restored = TurnNode(turn, *node, 0)
     index = restored.turn.index
     if index == len(nodes):
         nodes.append(restored)

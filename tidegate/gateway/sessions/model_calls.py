@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class ModelCall:
     new_messages: list[Message]
     engine_request: GenerateRequest
     reader: ReplyReader
+    _: KW_ONLY
     branch: str | None = None
     exempt: str | None = None
     structured: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, Field
@@ -99,6 +99,7 @@ class GatewaySession(SessionRequest):
     key_hash: bytes
     opened: float
     deadline: float
+    _: KW_ONLY
     number: int = 0
     """Number of the session in the journal."""
     worker: str | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ class TurnNode:
     reply: Message
     length: int
     """Number of messages in its history, including the reply."""
+    _: KW_ONLY
     delivery_unknown: bool = False
     """The gateway was killed before it recorded whether the reply was sent."""
     quoted: bool = False

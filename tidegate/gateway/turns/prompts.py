@@ -176,11 +176,11 @@ class PromptBuilder:
             request.messages[attachment.start :],
             engine_request,
             reader,
-            branch,
-            request.exempt,
-            self._sampling_rules.structured(request.sampling, session.split),
-            request.idempotency_key,
-            session.calls.started_calls,
+            branch=branch,
+            exempt=request.exempt,
+            structured=self._sampling_rules.structured(request.sampling, session.split),
+            idempotency_key=request.idempotency_key,
+            ordinal=session.calls.started_calls,
             prompt_tokens=len(prompt),
             new_reader=new_reader,
         )
@@ -195,7 +195,9 @@ class PromptBuilder:
         if request.tools and (end := single_call_stop(self._tool_format, request.tool_use)):
             params["stop"] = [*request.sampling.stop, end]
         requested_as = rules.requested_params(request.sampling, session.split)
-        engine_request = GenerateRequest(prompt, params, budget, request.stream, requested_as)
+        engine_request = GenerateRequest(
+            prompt, params, budget, stream=request.stream, requested_as=requested_as
+        )
         if stops := params.get("stop"):
             decode = self._renderer.decode
             engine_request.new_stop_search = lambda: stop_search(
@@ -226,7 +228,7 @@ class PromptBuilder:
         """Creates a call for a repeated request whose turn `node` is already recorded."""
         delta = node.turn.delta_ids
         attachment = Attachment(node.turn.parent, 0, node.history_hash, None, node.tools_hash)
-        engine_request = GenerateRequest(delta[:0], {}, 0, request.stream)
+        engine_request = GenerateRequest(delta[:0], {}, 0, stream=request.stream)
         new_reader = partial(self._reader, request, delta)
         call = ModelCall(
             request.digest,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from prometheus_client import Histogram
 
@@ -31,6 +31,7 @@ class RetrievalMetrics:
     reloads: int = 0
     request_seconds: Histogram = histogram(f"{PREFIX}_request_seconds", _SECONDS)
     """Duration of successful searches."""
+    _: KW_ONLY
     wait_seconds: Histogram = histogram(f"{PREFIX}_wait_seconds", _SECONDS)
     """Time from a query to the start of its batch."""
     batch_seconds: Histogram = histogram(f"{PREFIX}_batch_seconds", _SECONDS)

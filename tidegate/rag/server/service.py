@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class RagOptions:
     """Location of the encoder's model, if it has moved since the index was built."""
     batches: BatchOptions = field(default_factory=BatchOptions)
     cache_bytes: int = 64 * 2**20
+    _: KW_ONLY
     api_key: str | None = None
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ class Admission:
         """Groups that ended stale, by the staleness of their oldest token."""
         """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
         self.versions = PolicyVersions(rules, record, version)
-        self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step)
+        self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step=step)
         self.outage = Outage(record)
         self.pace = Pace(deadline_s=rules.deadline_s, tokens=rules.reply_tokens)
         self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace, self.curriculum)

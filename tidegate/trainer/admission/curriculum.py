@@ -14,7 +14,7 @@ decisions as the killed one.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from math import log
 from random import Random
 
@@ -67,6 +67,7 @@ class Curriculum:
     floor: float
     group_size: int
     seed: int
+    _: KW_ONLY
     step: int = 0
     """Steps taken so far."""
     skipped: int = 0

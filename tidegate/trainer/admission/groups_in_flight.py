@@ -62,7 +62,7 @@ class GroupsInFlight:
 
     def add_client_group(self, group: Group, version: int) -> None:
         """Add a group that a client formed, with its finished attempts, as ready."""
-        state = GroupState(group.id, group.task_id, None, [], Phase.READY, client=group.client)
+        state = GroupState(group.id, group.task_id, None, [], phase=Phase.READY, client=group.client)
         self.issue(state, version=version, client=group.client, episodes=len(group.trajectories))
         for trajectory in group.trajectories:
             slot = trajectory.slot or 0

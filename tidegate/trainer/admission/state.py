@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 
 from tidegate.errors import LedgerError
@@ -67,6 +67,7 @@ class GroupState:
     ticket: TaskTicket | None
     """None: a client formed the group."""
     slots: list[Slot]
+    _: KW_ONLY
     phase: Phase = Phase.RUNNING
     oldest: int | None = None
     newest: int | None = None

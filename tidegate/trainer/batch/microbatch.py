@@ -6,7 +6,7 @@ Axes in names: b rows of a microbatch, p prefixes, t positions, n trained tokens
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -63,6 +63,7 @@ class Microbatch:
     """Length of the longest prefix; 0: no prefix is shared."""
     at_n: Tensor
     """int64, index in the flattened ids_bt at which the token is predicted: one before its own position."""
+    _: KW_ONLY
     row_n: Tensor
     """int64, the row in b that the token belongs to."""
     targets_n: Tensor

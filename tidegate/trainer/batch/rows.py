@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ class TrainingSequence:
     """Policy version that sampled the token; −1 if unknown or context."""
     temperature: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
+    _: KW_ONLY
     weight: float = 1.0
     """Weight of each trained token in the loss: 1 for a token mean, 1 ÷ the trajectory's trained tokens for a
     mean over trajectories."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from tidegate.errors import LedgerError
@@ -37,6 +37,7 @@ class LedgerItem:
     """An outage touched the attempt: its failure is charged to no budget."""
     worker_lost: bool = False
     """The attempt was cancelled because the process that ran its agent exited."""
+    _: KW_ONLY
     slow: bool = False
     """The attempt's deadline passed while a call waited for engines that serve."""
     step: int | None = None
@@ -84,6 +85,7 @@ class LedgerState:
     """The run's end; None while it runs, or if it was killed."""
     roll_backs: list[LedgerEntry] = field(default_factory=list)
     """The roll-backs of the policy that no resume has undone."""
+    _: KW_ONLY
     erased: set[str] = field(default_factory=set)
     """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from tidegate.trainer.ledger.entries import LedgerEntry
 
@@ -26,6 +26,7 @@ class VersionRecord:
     step: int
     time: float
     state: str
+    _: KW_ONLY
     why: str | None = None
     reward: float | None = None
     live_reward: float | None = None

@@ -6,7 +6,7 @@ import re
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from tidegate.viewer.clients.running_mean import RunningMean
@@ -46,6 +46,7 @@ class ClientRecords:
     noted: list[str] = field(default_factory=list)
     """Groups with comments or corrections, in the order in which they came."""
     comments: int = 0
+    _: KW_ONLY
     corrections: int = 0
 
     def read(self, lines: Iterable[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,6 +46,7 @@ class EpisodeSummary:
     task: str
     state: str | None
     outcome: str
+    _: KW_ONLY
     reward: float | None
     advantage: float | None
     turns: int

@@ -27,7 +27,9 @@ class Listing:
         if isinstance(now, GatewayError):
             raise now
         return [
-            GroupRow(f"g{number}", "live" if state == "ended" else state, oldest, [], int(state == "live"))
+            GroupRow(
+                f"g{number}", "live" if state == "ended" else state, oldest, [], unended=int(state == "live")
+            )
             for number, (state, oldest) in enumerate(now)
         ]
 

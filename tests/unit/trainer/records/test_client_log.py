@@ -15,7 +15,7 @@ from tidegate.trainer.records.client_log import FILE, ClientLog
 from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
 
 UNREWARDED = GroupRow("shop.b", "live", 1, [], client="shop", outcome="unrewarded")
-LISTED = [GroupRow("shop.open", "live", 1, [], 1, client="shop"), UNREWARDED]
+LISTED = [GroupRow("shop.open", "live", 1, [], unended=1, client="shop"), UNREWARDED]
 
 
 def group(metadata: dict[str, Any], *versions: int) -> Group:

@@ -135,7 +135,7 @@ def make(tmp_path: Path) -> Make:
     def evaluations(*words: str, beside: bool = True) -> tuple[RunEvaluations, World, Evaluator]:
         settings = load_settings(None, ["--model.path=m", "--trainer.steps=6", "--eval.every=2", *words])
         world = World()
-        evaluator, made = Evaluator(settings=world), cast(Any, world)
+        evaluator, made = Evaluator(world), cast(Any, world)
 
         async def stop_rollout() -> None:
             evaluator.ended.append("stop")

@@ -45,7 +45,13 @@ async def test_an_interim_evaluation_that_reaches_the_target_is_confirmed_on_all
     settings = load_settings(None, words + ([] if until is None else [f"--trainer.until={until}"]))
     tasks = [Task(str(number), "e", ({"role": "user", "content": "?"},)) for number in range(30)]
     episodes = EpisodeSource(GatewayClient("http://127.0.0.1:9"), 1.0)
-    evaluator = Scripted(settings, episodes, {"": tasks, "other": tasks}, Silent(), unsaved)
+    evaluator = Scripted(
+        settings=settings,
+        episodes=episodes,
+        sets={"": tasks, "other": tasks},
+        observer=Silent(),
+        save=unsaved,
+    )
     evaluator.script, evaluator.asked = {8: interim, 20: full}, []
     evaluation = await evaluator.interim(5)
     assert evaluation is not None
@@ -78,7 +84,13 @@ def solved(*words: str, saved: list[Any] | None = None) -> Solved:
         if saved is not None:
             saved.extend(done)
 
-    return Solved(settings, episodes, {"": tasks, "other": tasks[1:]}, Silent(), keep)
+    return Solved(
+        settings=settings,
+        episodes=episodes,
+        sets={"": tasks, "other": tasks[1:]},
+        observer=Silent(),
+        save=keep,
+    )
 
 
 async def test_suites_have_their_own_sets_sizes_intervals_and_metrics() -> None:
