@@ -298,6 +298,38 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     assert not shared, shared
 
 
+def test_at_most_eight_arguments_are_given_by_position() -> None:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                names = [one.arg for one in node.args.posonlyargs + node.args.args]
+                number = len([name for name in names if name not in ("self", "cls")])
+            elif isinstance(node, ast.ClassDef) and any(
+                "dataclass" in ast.unparse(one) for one in node.decorator_list
+            ):
+                number = positional_fields(node)
+            else:
+                continue
+            if number > 8:
+                found.append(f"{path.relative_to(REPO)}: {node.name} takes {number}")
+    assert not found
+
+
+def positional_fields(node: ast.ClassDef) -> int:
+    """Number of a dataclass's own fields that may be given by position."""
+    if any("kw_only=True" in ast.unparse(one) for one in node.decorator_list):
+        return 0
+    number = 0
+    for field in node.body:
+        if isinstance(field, ast.AnnAssign):
+            text = ast.unparse(field)
+            if "KW_ONLY" in text:
+                break
+            number += "ClassVar" not in text and "init=False" not in text
+    return number
+
+
 def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"

@@ -44,6 +44,7 @@ class SearchAgent(Agent):
         self,
         urls: Sequence[str],
         k: int = 3,
+        *,
         open: bool = True,
         max_turns: int = 8,
         context_tokens: int | None = None,

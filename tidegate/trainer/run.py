@@ -146,8 +146,9 @@ class Run:
         try:
             resumed = await self._continue(ledger, processes, changed)
             self._training = Training(
-                settings, start, self.environment, self.observer, self.credit, self.provider, processes,
-                policy, ledger, resumed, self.stop, self.result, stack, teacher,
+                settings=settings, start=start, environment=self.environment, observer=self.observer,
+                credit=self.credit, provider=self.provider, processes=processes, policy=policy, ledger=ledger,
+                resumed=resumed, stop=self.stop, result=self.result, stack=stack, teacher=teacher,
             )  # fmt: skip
         except BaseException as error:
             await run_to_completion(self._record_failure(ledger, error))

@@ -87,6 +87,7 @@ class Training:
 
     def __init__(
         self,
+        *,
         settings: Settings,
         start: Start,
         environment: Environment,

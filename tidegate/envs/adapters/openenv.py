@@ -104,6 +104,7 @@ class OpenEnv(Games):
     def __init__(
         self,
         id: str,
+        *,
         action: str | None = None,
         observation: str | None = None,
         reset: Mapping[str, Any] | None = None,

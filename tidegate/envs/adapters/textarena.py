@@ -85,6 +85,7 @@ class TextArena(Games):
     def __init__(
         self,
         id: str,
+        *,
         make: Mapping[str, Any] | None = None,
         players: int = 1,
         player: int = 0,

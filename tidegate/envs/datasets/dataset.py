@@ -55,6 +55,7 @@ class Dataset(Finite):
         self,
         path: str,
         eval_path: str | None = None,
+        *,
         eval_fraction: float | None = None,
         prompt: str = "prompt",
         answer: str | None = "answer",

@@ -47,6 +47,7 @@ class SearchQA(Finite):
         self,
         path: str | None = None,
         eval_path: str | None = None,
+        *,
         canary: str | None = None,
         metric: str = "em",
         judge: Mapping[str, Any] | None = None,

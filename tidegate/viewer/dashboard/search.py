@@ -58,6 +58,7 @@ class EpisodeFilter:
 
 def episodes(
     run: FollowedRun,
+    *,
     kind: Kind = "step",
     outcome: Names = [],  # noqa: B006 - FastAPI copies it
     state: Names = [],  # noqa: B006
