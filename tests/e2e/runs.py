@@ -156,3 +156,24 @@ def gone(pid: int, timeout: float = 60) -> bool:
 def _is_zombie(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@contextlib.contextmanager
+def server(verb: str, folder: Path, *arguments: str) -> Iterator[str]:
+    """Runs `tidegate engine` or `tidegate gateway`; yields its URL."""
+    announced, log = folder / f"{verb}.json", folder / f"{verb}.log"
+    with open(log, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", verb, *arguments, f"--announce={announced}"],
+            cwd=REPO, stdout=out, stderr=out, env=ENVIRONMENT,
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not announced.exists():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)  # polling a file that another process writes
+        yield json.loads(announced.read_text())["url"]
+    finally:
+        process.kill()
+        process.wait()

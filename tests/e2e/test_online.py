@@ -9,11 +9,7 @@ import os
 import random
 import signal
 import socket
-import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests import REPO
-from tests.e2e.runs import ENVIRONMENT, held, ledger, training
+from tests.e2e.runs import held, ledger, server, training
 from tests.waiting import eventually
 from tidegate.gateway.project_keys import create_key
 from tidegate.viewer.dashboard.run import FollowedRun
@@ -181,27 +177,6 @@ async def test_a_gateway_that_runs_already_serves_users_while_trainers_come_and_
             await asyncio.gather(talking, return_exceptions=True)
             await users.llm.close()
     check_books(run_dir, users)
-
-
-@contextlib.contextmanager
-def server(verb: str, folder: Path, *arguments: str) -> Iterator[str]:
-    """Runs `tidegate engine` or `tidegate gateway`; yields its URL."""
-    announced, log = folder / f"{verb}.json", folder / f"{verb}.log"
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tidegate", verb, *arguments, f"--announce={announced}"],
-            cwd=REPO, stdout=out, stderr=out, env=ENVIRONMENT,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 60
-        while not announced.exists():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)  # polling a file that another process writes
-        yield json.loads(announced.read_text())["url"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def trained_questions(run_dir: Path) -> list[str]:

@@ -20,6 +20,8 @@ ADMIN_KEY = "TIDEGATE_ADMIN_KEY"
 """Name of the environment variable that holds a gateway's admin key."""
 WORKER_KEY = "TIDEGATE_WORKER_KEY"
 """Name of the environment variable that holds the key with which workers take attempts."""
+PROTOCOL = 1
+"""Version of the lease protocol (docs/own_loop.md)."""
 CALL_S = 30.0
 FINISH_S = 60.0
 """Seconds that a `finish` request may take. After half of them without a reward it is sent again."""
@@ -261,7 +263,10 @@ class GatewayClient(ControlCalls):
         Raises GatewayError (410) if a newer trainer took over.
         """
         # A repeated request with the same key gets the response that was lost.
-        body = {"trainer_epoch": epoch, "max": max, "wait_s": wait_s, "key": secrets.token_hex(8)}
+        body = {
+            "trainer_epoch": epoch, "max": max, "wait_s": wait_s, "key": secrets.token_hex(8),
+            "protocol": PROTOCOL,
+        }  # fmt: skip
         data = await self._call("POST", "/groups/lease", body, timeout_s=self._call_s + wait_s)
         return from_wire(data, dict[str, list[Group]])["groups"]
 

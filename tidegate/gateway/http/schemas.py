@@ -180,6 +180,8 @@ class Lease(Body):
     wait_s: Annotated[float, Field(ge=0, le=600)] = 0.0
     key: str = ""
     """A repeated request with the same key gets the groups of the first one."""
+    protocol: Literal[1] = 1
+    """Version of the lease protocol (docs/own_loop.md) that the caller speaks."""
 
 
 class AcknowledgeErasures(Body):

@@ -1,0 +1,169 @@
+"""A training loop of one's own, with a scripted gateway and engine: its groups, and what it commits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
+from tidegate.errors import CheckpointError, ConfigError, EngineError, StartError
+from tidegate.trainer import own
+from tidegate.trainer.own import OwnTrainer
+from tidegate.types import Group
+
+
+class World:
+    """The gateway, and an engine with `version`."""
+
+    def __init__(self) -> None:
+        self.version = 5
+        self.ready: list[Group] = []
+        self.acks: list[tuple[str, str]] = []
+        self.epochs: list[int] = []
+        self.loaded: list[tuple[str, int]] = []
+        self.unreachable = 0
+        self.url = "http://engine"
+
+    async def begin_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+    async def add_engine(self, url: str) -> None: ...
+
+    async def lease(self, epoch: int, number: int, wait_s: float) -> list[Group]:
+        leased, self.ready = self.ready[:number], self.ready[number:]
+        assert leased, "it waits for ever"
+        return leased
+
+    async def ack(self, epoch: int, lease_id: str, state: str, why: str) -> None:
+        self.acks.append((lease_id, f"{state}: {why}"))
+
+    async def __aenter__(self) -> World:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def load(self, weights: Path, version: int) -> None:
+        self.version = version
+        self.loaded.append((weights.parent.name, version))
+
+
+class Engine:
+    def __init__(self, world: World, url: str) -> None:
+        self.url, self.world, self.load = url, world, world.load
+
+    async def version(self) -> int:
+        if self.world.unreachable:
+            self.world.unreachable -= 1
+            raise EngineError("no connection", retryable=True)
+        return self.world.version
+
+
+def group(name: str, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+    members = [make_trajectory([make_turn(0, None, [1], [2], version=version)]) for _ in rewards]
+    for member, reward in zip(members, rewards, strict=True):
+        member.reward = reward
+    return Group(name, "t", members, name)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(own, "GatewayClient", lambda *_: world)
+    monkeypatch.setattr(own, "EngineControl", lambda url, _: Engine(world, url))
+    monkeypatch.setattr(own, "backoff_s", lambda *_: 0.0)
+    return world
+
+
+def save(path: Path) -> None:
+    (path / "model").mkdir()
+
+
+def names(groups: list[Group]) -> list[str]:
+    return [group.id for group in groups]
+
+
+async def test_groups_beyond_the_bound_and_without_a_gradient_are_ended(world: World, tmp_path: Path) -> None:
+    world.ready = [
+        group("old", 2), group("oldest-allowed", 3), group("equal", 5, (1.0, 1.0)), group("of-another", 6),
+        group("new", 5),
+    ]  # fmt: skip
+    async with OwnTrainer("http://gateway", [world.url], tmp_path, max_staleness=2) as trainer:
+        assert names(await trainer.batch(2)) == ["oldest-allowed", "new"]
+    assert world.acks == [
+        ("old", "stale: its oldest token is 3 versions old, the bound is 2"),
+        ("equal", "filtered: the loop did not want it"),
+        ("of-another", "stale: its oldest token is -1 versions old, the bound is 2"),
+    ]
+
+
+async def test_a_step_is_committed_before_its_groups_end_and_its_weights_are_published(
+    world: World, tmp_path: Path
+) -> None:
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        for number in range(3):
+            world.ready = [group(f"g{number}", world.version)]
+            await trainer.commit(await trainer.batch(1), save)
+    assert world.loaded == [("step_000001", 6), ("step_000002", 7), ("step_000003", 8)]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith("step_")) == [
+        "step_000002",
+        "step_000003",
+    ]
+    world.version = 0  # the engine was restarted
+    world.ready = [group("g2", 7), group("g3", 8)]  # the acknowledgement of g2 was lost
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        assert (trainer.step, trainer.version, world.version) == (3, 8, 8)
+        assert names(await trainer.batch(1)) == ["g3"]
+    assert world.acks[-1] == ("g2", "stepped: step 3")
+    assert world.epochs[0] < world.epochs[1]
+
+
+async def test_what_was_not_committed_is_forgotten(world: World, tmp_path: Path) -> None:
+    (tmp_path / ".step_000001").mkdir()
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        with pytest.raises(CheckpointError, match=r"wrote no directory .*model"):
+            await trainer.commit([], lambda path: None)
+        assert (trainer.step, trainer.checkpoint, world.loaded) == (0, None, [])
+
+
+async def test_a_step_that_cannot_be_read_is_named(world: World, tmp_path: Path) -> None:
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004" / "step.json").write_text(json.dumps({"step": 4}))
+    with pytest.raises(CheckpointError, match=r"step\.json cannot be read .*remove .*step_000004"):
+        await OwnTrainer("http://gateway", [world.url], tmp_path).__aenter__()
+    (tmp_path / "step_000004" / "step.json").unlink()
+    (tmp_path / "step_000004").rmdir()
+    async with OwnTrainer("http://gateway", [world.url], tmp_path):
+        with pytest.raises(StartError, match="an own loop"):  # the lock of the one that failed was released
+            await OwnTrainer("http://gateway", [world.url], tmp_path).__aenter__()
+
+
+async def test_an_engine_that_is_restarting_is_called_again(world: World, tmp_path: Path) -> None:
+    world.unreachable = 3
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        assert trainer.version == 5
+
+
+async def test_engines_with_different_weights_are_refused(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = iter([1, 2])
+
+    async def version(_: Any) -> int:
+        return next(versions)
+
+    monkeypatch.setattr(Engine, "version", version)
+    with pytest.raises(ConfigError, match=r"a, b have the versions \[1, 2\]"):
+        async with asyncio.timeout(10):
+            await OwnTrainer("http://gateway", ["a", "b"], tmp_path).__aenter__()
+
+
+def test_rewards_differ() -> None:
+    assert own.rewards_differ(group("g", 1))
+    assert not own.rewards_differ(group("g", 1, (0.5, 0.5)))
+    assert not own.rewards_differ(SimpleNamespace(rewards=lambda: [1.0]))  # type: ignore[arg-type]

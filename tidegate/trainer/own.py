@@ -1,0 +1,247 @@
+"""Groups, versions and committed steps for a training loop of your own (docs/own_loop.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import aiohttp
+
+from tidegate import failpoints
+from tidegate.errors import CheckpointError, ConfigError, EngineError
+from tidegate.gateway.client import GatewayClient
+from tidegate.service.backoff import backoff_s
+from tidegate.service.directory_lock import DirectoryLock
+from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.types import Group
+
+WAIT_S = 5.0
+"""Seconds that a lease waits for a group; between leases the engines' versions are checked."""
+PUBLISH_S = 120.0
+"""Seconds for which an engine that cannot be reached is called again."""
+T = TypeVar("T")
+KEPT = 2
+"""Newest steps whose files are kept: engines may still load the one before the newest."""
+
+
+def rewards_differ(group: Group) -> bool:
+    """Whether a group has rewards to compare."""
+    return len(set(group.rewards())) > 1
+
+
+class OwnTrainer:
+    """Leases groups for a training loop of your own, and commits each of its steps exactly once.
+
+    Use it with `async with`: on entry it takes over from the loop that ran before, and has the engines load
+    the weights of the newest committed step. A loop that is killed at any moment repeats at most the step
+    that it had not committed; no group is lost, and none is in two committed steps.
+
+    Args:
+        url: Address of a gateway that no other trainer manages.
+        engines: Addresses of its engines.
+        directory: Directory of the steps; one loop at a time uses it.
+        max_staleness: Bound in versions, between a group's oldest token and the batch.
+        admin_key: The gateway's admin key, if it has one.
+
+    Attributes:
+        step: Committed steps.
+        version: Version that the engines have.
+        checkpoint: Directory of the newest committed step; None before the first one.
+
+    Raises:
+        StartError: Another process uses the directory.
+        CheckpointError: A committed step cannot be read.
+        ConfigError: Before the first step, the engines have different weights.
+        EngineError: An engine cannot be reached for PUBLISH_S, or refuses the weights.
+        GatewayError: The gateway cannot be reached, a newer loop has taken over (status 410), or it speaks
+            another version of the protocol (422).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        engines: Sequence[str],
+        directory: Path,
+        *,
+        max_staleness: int = 2,
+        admin_key: str | None = None,
+    ) -> None:
+        self.step = self.version = self._epoch = 0
+        self.checkpoint: Path | None = None
+        self.max_staleness = max_staleness
+        self._directory = directory
+        self._committed: list[str] = []
+        """Groups of the newest step, whose leases may not have been ended."""
+        self._stack = contextlib.AsyncExitStack()
+        self._gateway = GatewayClient(url, admin_key)
+        self._urls = list(engines)
+        self._engines: list[EngineControl] = []
+
+    async def __aenter__(self) -> Self:
+        async with self._stack as stack:
+            stack.enter_context(await asyncio.to_thread(DirectoryLock, self._directory, "an own loop"))
+            await asyncio.to_thread(self._resume)
+            await stack.enter_async_context(self._gateway)
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            self._engines = [EngineControl(url, http) for url in self._urls]
+            if self.checkpoint is None:
+                self.version = await self._first_version()
+            await self._gateway.begin_epoch(self._epoch)
+            await self._publish()
+            for url in self._urls:
+                await self._gateway.add_engine(url)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def batch(self, number: int, wanted: Callable[[Group], bool] = rewards_differ) -> list[Group]:
+        """Waits for groups to train on, however long.
+
+        Args:
+            number: How many.
+            wanted: Whether to train on a group; another one ends as `filtered`.
+
+        Returns:
+            The groups, each within the bound.
+        """
+        groups: list[Group] = []
+        while len(groups) < number:
+            await self._publish()  # to an engine that was restarted meanwhile
+            for group in await self._gateway.lease(self._epoch, number - len(groups), WAIT_S):
+                if group.id in self._committed:
+                    await self._end(group, State.STEPPED, f"step {self.step}")
+                elif (age := self._age(group)) is None or not 0 <= age <= self.max_staleness:
+                    why = f"its oldest token is {age} versions old, the bound is {self.max_staleness}"
+                    await self._end(group, State.STALE, why)
+                elif not wanted(group):
+                    await self._end(group, State.FILTERED, "the loop did not want it")
+                else:
+                    groups.append(group)
+        return groups
+
+    async def commit(self, groups: Sequence[Group], save: Callable[[Path], object]) -> None:
+        """Commits a step, ends its groups, and has the engines load its weights as the next version.
+
+        Args:
+            groups: The batch.
+            save: Writes into a new directory: the weights, in Hugging Face's format, into its subdirectory
+                `model`, and whatever else the loop needs to go on. It is called in a thread.
+        """
+        step, version, ids = self.step + 1, self.version + 1, [group.id for group in groups]
+        record = {"step": step, "version": version, "epoch": self._epoch, "groups": ids}
+        await asyncio.to_thread(self._write, record, save)
+        self.step, self.version, self._committed = step, version, ids
+        for group in groups:
+            await self._end(group, State.STEPPED, f"step {self.step}")
+        failpoints.reach("own.acknowledged")
+        await self._publish()
+        await asyncio.to_thread(self._prune)
+
+    def _age(self, group: Group) -> int | None:
+        oldest = group.oldest_version()
+        return None if oldest is None else self.version - oldest
+
+    async def _end(self, group: Group, state: State, why: str) -> None:
+        await self._gateway.ack(self._epoch, group.lease_id, state, why)
+
+    async def _first_version(self) -> int:
+        versions = [await _retried(engine.version) for engine in self._engines]
+        if len(set(versions)) != 1:
+            raise ConfigError(
+                f"the engines {', '.join(self._urls)} have the versions {versions} before the first step: "
+                "start them with the same weights and version"
+            )
+        return versions[0]
+
+    async def _publish(self) -> None:
+        """Have every engine with another version load the newest step's weights."""
+        await asyncio.gather(*map(self._load, self._engines))
+
+    async def _load(self, engine: EngineControl) -> None:
+        if await _retried(engine.version) == self.version:
+            return
+        if self.checkpoint is None:
+            raise EngineError(f"engine {engine.url} has other weights than before the first step")
+        weights = (self.checkpoint / "model").absolute()
+        await _retried(partial(engine.load, weights, self.version))
+
+    # -- files ---------------------------------------------------------------------------------------
+
+    def _steps(self) -> list[Path]:
+        """Directories of the committed steps, in order."""
+        return sorted(self._directory.glob("step_*"))
+
+    def _resume(self) -> None:
+        """Read the newest committed step; the epoch is higher than that of any loop before."""
+        for left in self._directory.glob(".step_*"):  # of a loop that was killed
+            shutil.rmtree(left)
+        last = 0
+        if steps := self._steps():
+            file = steps[-1] / "step.json"
+            try:
+                record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+                self.step, self.version = record["step"], record["version"]
+                self._committed, last = record["groups"], record["epoch"]
+            except (OSError, ValueError, KeyError) as error:
+                raise CheckpointError(
+                    f"{file} cannot be read ({error!r}): remove {steps[-1]} to go on from the step before"
+                ) from None
+            self.checkpoint = steps[-1]
+        # Not the number of starts: two loops with directories of their own may follow each other.
+        self._epoch = max(int(time.time() * 1000), last + 1)
+
+    def _write(self, record: dict[str, Any], save: Callable[[Path], object]) -> None:
+        """Write a step's directory; its rename, after all files are on disk, is the commit."""
+        name = f"step_{record['step']:06d}"
+        written, path = self._directory / f".{name}", self._directory / name
+        written.mkdir()
+        save(written)
+        if not (written / "model").is_dir():
+            raise CheckpointError(f"`save` wrote no directory {written / 'model'}: engines load it")
+        (written / "step.json").write_text(json.dumps(record), encoding="utf-8")
+        for one in [*written.rglob("*"), written]:
+            _sync(one)
+        with failpoints.around("own.commit"):
+            written.rename(path)
+        _sync(self._directory)
+        self.checkpoint = path
+
+    def _prune(self) -> None:
+        for path in self._steps()[:-KEPT]:
+            shutil.rmtree(path)
+
+
+async def _retried(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat an engine's call for PUBLISH_S while it cannot be reached: it may be starting."""
+    deadline = time.monotonic() + PUBLISH_S
+    for failures in itertools.count():
+        try:
+            return await call()
+        except EngineError as error:
+            if not error.retryable or time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(backoff_s(failures, 0.2, 5.0))
+    raise AssertionError
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
