@@ -65,7 +65,7 @@ class OwnTrainer:
         ConfigError: Before the first step, the engines have different weights.
         EngineError: An engine cannot be reached for PUBLISH_S, or refuses the weights.
         GatewayError: The gateway cannot be reached, a newer loop has taken over (status 410), or it speaks
-            another version of the protocol (422).
+            another version of the protocol (400).
     """
 
     def __init__(

@@ -221,3 +221,9 @@ async def test_a_deadline_that_passes_at_once_ends_the_session_as_timeout(stage:
     access = await stage.client.open_session(task=TASK, deadline_s=1e-300)
     summary = await stage.client.finish(access.session_id)
     assert summary.outcome is Outcome.TIMEOUT
+
+
+async def test_a_trainer_that_speaks_another_lease_protocol_is_refused(stage: Stage) -> None:
+    with pytest.raises(GatewayError, match=r"protocol.*1") as raised:
+        await stage.client._json("POST", "/groups/lease", {"trainer_epoch": 1, "protocol": 2})
+    assert raised.value.status == 400
