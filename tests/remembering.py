@@ -87,6 +87,8 @@ class Remembering:
             stale = any(weights != self.weights for _, weights in self.rows[row])
             ids.append(-1 if stale else next_token(tokens, self.weights))
             logprobs.append(float("nan") if self.nan_for == tokens[0] else -float(self.weights))
+        listed = range(int(slots.listed[: slots.count].max(initial=0)))
+        slots.top = [[(-float(token + at), token + at) for at in listed] for token in ids]
         return np.array(ids), np.array(logprobs)
 
     def move(self, source: int, target: int, length: int) -> None:

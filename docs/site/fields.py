@@ -49,6 +49,8 @@ def _type(annotation: ast.expr) -> str:
     text = ast.unparse(annotation)
     for numpy, plain in (
         ("npt.NDArray[np.uint8]", "list[int]"),
+        ("PackedIds", "str"),
+        ("PackedLogprobs", "str"),
         ("Ids", "list[int]"),
         ("Logprobs", "list[float]"),
     ):

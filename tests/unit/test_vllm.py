@@ -167,6 +167,34 @@ def test_pieces_of_a_stream_become_a_reply() -> None:
     assert (meta["cached_tokens"], meta["output_token_logprobs"][2]) == (1, (-0.5, 7, None))
 
 
+def listed(*pairs: tuple[int, float]) -> list[dict[str, Any]]:
+    """vLLM's order: the sampled token, then the others by rank."""
+    return [{"token_id": id, "logprob": value, "rank": None} for id, value in pairs]
+
+
+def test_likeliest_ids_of_a_reply_are_asked_for_and_sorted() -> None:
+    """vLLM adds the sampled token to the k likeliest, and puts it first."""
+    generation = asked()
+    generation.top_logprobs = 2
+    assert request_body(generation, "x")["sampling_params"]["logprobs"] == 2
+    assert request_body(asked(), "x")["sampling_params"]["logprobs"] == 0
+    outside = {"token_id": 5, "logprob": -4.0, "top_logprobs": listed((5, -4.0), (9, -0.1), (3, -3.0))}
+    within = {"token_id": 3, "logprob": -3.0, "top_logprobs": listed((3, -3.0), (9, -0.1))}
+    cut = {"token_id": 9, "logprob": 0.0, "top_logprobs": listed((9, 0.0), (1, -9999.0))}
+    take(generation, {"token_ids": [5, 3], "logprobs": {"content": [outside, within]}})
+    assert "output_top_logprobs" not in answer(generation, "3")["meta_info"], "in the last event alone"
+    take(generation, {"token_ids": [9], "logprobs": {"content": [cut]}, "finish_reason": "length"})
+    assert answer(generation, "3")["meta_info"]["output_top_logprobs"] == [
+        [(-0.1, 9, None), (-3.0, 3, None)],
+        [(-0.1, 9, None), (-3.0, 3, None)],
+        [(0.0, 9, None), (-9999.0, 1, None)],
+    ]
+    for found in ({}, {"top_logprobs": None}, {"top_logprobs": listed((5, -4.0))}):
+        choice = {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -4.0, **found}]}}
+        with pytest.raises(EngineError, match=r"of 2 likeliest ids; vLLM's --max-logprobs"):
+            take(generation, choice)
+
+
 class Layer:
     """As vLLM's: `packed` is what products go through; None on a GPU."""
 

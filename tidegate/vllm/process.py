@@ -92,7 +92,7 @@ class VLLMProcess(ExternalService):
         return [
             str(self._options.python), "-m", "vllm.entrypoints.openai.api_server",
             "--model", str(self._options.model), "--host", "127.0.0.1", "--port", str(port),
-            "--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details",
+            "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-prompt-tokens-details",
             "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.TiedWeightReload",
             *self._cpu_arguments, *self._options.arguments,
         ]  # fmt: skip

@@ -43,7 +43,7 @@ def _params(generation: Generation) -> dict[str, Any]:
         "stop_token_ids": sorted(params.stop_ids),
         "ignore_eos": True,
         "seed": params.seed % SEEDS,
-        "logprobs": 0,
+        "logprobs": generation.top_logprobs,  # 0: of the sampled tokens alone
         "detokenize": bool(params.stop),
     }
     if params.stop:
@@ -85,6 +85,11 @@ def take(generation: Generation, choice: Mapping[str, Any]) -> None:
         raise EngineError(f"vLLM returned no logprobs for some of {len(ids)} tokens")
     generation.output_ids += ids
     generation.logprobs += [float(token["logprob"]) for token in tokens]
+    if generation.top_logprobs:
+        listed = [
+            [(one["logprob"], one["token_id"]) for one in token.get("top_logprobs") or ()] for token in tokens
+        ]
+        generation.output_top += [_likeliest(found, generation) for found in listed]
     reason = choice.get("finish_reason")
     if reason is not None:
         generation.spans = [
@@ -117,20 +122,21 @@ def take_prompt(generation: Generation, positions: Sequence[Mapping[str, Any] | 
         raise EngineError(f"vLLM returned logprobs of {len(values)} of {len(found)} tokens", retryable=True)
     generation.prompt_logprobs = [float(value) for value in values]
     if generation.top_logprobs:
-        generation.prompt_top = [_likeliest(positions[at], generation) for at in range(start + 1, len(ids))]
+        listed = [
+            [(entry["logprob"], int(key)) for key, entry in (positions[at] or {}).items()]
+            for at in range(start + 1, len(ids))
+        ]
+        generation.prompt_top = [_likeliest(found, generation) for found in listed]
 
 
-def _likeliest(position: Mapping[str, Any] | None, generation: Generation) -> list[TokenLogprob]:
-    """Return the likeliest ids of one position, to which vLLM adds the prompt's own one."""
-    found = sorted(
-        ((float(entry["logprob"]), int(key)) for key, entry in (position or {}).items()), reverse=True
-    )
+def _likeliest(found: list[TokenLogprob], generation: Generation) -> list[TokenLogprob]:
+    """Return the likeliest ids of one position, to which vLLM adds the prompt's own or the sampled one."""
     if len(found) < generation.top_logprobs:
         raise EngineError(
             f"vLLM returned logprobs of {len(found)} of {generation.top_logprobs} likeliest ids; vLLM's "
             "--max-logprobs bounds their number"
         )
-    return found[: generation.top_logprobs]
+    return sorted(found, reverse=True)[: generation.top_logprobs]
 
 
 def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:

@@ -158,8 +158,13 @@ async def test_the_reply_has_sglangs_form(tmp_path: Path) -> None:
         _, top = await client.post("/generate", {**body([1, 2, 3], 0, 0), "top_logprobs_num": 2})
         assert [row and len(row) for row in top["meta_info"]["input_top_logprobs"]] == [None, 2, 2]
         assert top["meta_info"]["input_top_logprobs"][1][0][2] is None
+        _, both = await client.post("/generate", {**body([1, 2, 3], 1, 4), "top_logprobs_num": 2})
+        meta = both["meta_info"]
+        assert [len(row) for row in meta["output_top_logprobs"]] == [2] * meta["completion_tokens"]
+        assert [row and len(row) for row in meta["input_top_logprobs"]] == [None, 2]
+        _, plain_reply = await client.post("/generate", body([1, 2, 3], 1, 4))
+        assert "output_top_logprobs" not in plain_reply["meta_info"]
         for refused, words in (
-            ({**body([1, 2], 0, 3), "top_logprobs_num": 2}, "a prompt alone; set logprob_start_len, and max"),
             ({**body([1, 2], 0, 0), "top_logprobs_num": 98}, "from 0 to 97, the size of the vocabulary"),
             (body([1, 2], 2, 0), "logprob_start_len = 2: it must be the index"),
             (body([1, 2], -2, 0), "logprob_start_len = -2"),

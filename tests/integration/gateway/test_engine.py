@@ -164,6 +164,37 @@ async def test_a_turn_that_straddles_a_publish_is_exact(
         assert after[new.start :].max() < 1e-3
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_likeliest_ids_are_recorded_with_the_probabilities_that_were_sampled(
+    engine: str, models: list[Path], tmp_path: Path, stream: bool
+) -> None:
+    """A reply that is continued after an abort, in a session of training; not for evaluations."""
+    await publish(engine, models[0], 0, "retract")
+    gateway = Gateway(GatewayOptions(model=models[0], journal=tmp_path))
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        await client.add_engine(engine)
+        sampling = Sampling(0.8, max_tokens=LENGTH, top_logprobs=5)
+        access = await client.open_session(task=TASK, seed=1, deadline_s=60, sampling=sampling)
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as llm:
+            messages: list[Any] = [{"role": "user", "content": "Go on for ever."}]
+            await reply(llm, messages, stream, engine, lambda: publish(engine, models[0], 0, "abort"))
+        await client.finish(access.session_id, reward=1.0)
+        trajectory = await client.trajectory(access.session_id)
+    [turn] = trajectory.turns
+    ids = torch.tensor([[*trajectory.prompt_ids(turn).tolist(), *turn.output_ids.tolist()]])
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(ids[0]) - len(turn.output_ids) - 1 : -1] / 0.8
+    assert turn.top_ids is not None
+    assert turn.top_logprobs is not None
+    listed = torch.tensor(turn.top_ids.reshape(-1, 5).astype(np.int64))
+    own = torch.log_softmax(logits, -1)
+    values = torch.tensor(turn.top_logprobs.reshape(-1, 5).astype(np.float32))
+    torch.testing.assert_close(values, own.gather(1, listed), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(values, own.topk(5).values, rtol=1e-3, atol=1e-3)
+
+
 async def test_a_reply_under_a_grammar_records_which_tokens_may_be_trained_on(
     engine: str, models: list[Path]
 ) -> None:

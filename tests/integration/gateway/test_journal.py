@@ -25,7 +25,7 @@ from tidegate.errors import GatewayError, StartError
 from tidegate.gateway import gateway as gateway_module
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.journal import writer
+from tidegate.gateway.journal import schema, writer
 from tidegate.gateway.journal.sqlite import FILE, DiskJournal
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.project_keys import create_key
@@ -245,6 +245,15 @@ async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: P
     connection.close()
     with pytest.raises(StartError, match="schema version 99"):
         Gateway(GatewayOptions(model=model, journal=tmp_path))
+
+
+async def test_a_journal_of_the_earlier_schema_is_read_and_marked(model: Path, tmp_path: Path) -> None:
+    for version in (schema.VERSION, schema.EXTENDED, schema.VERSION):
+        gateway = Gateway(GatewayOptions(model=model, journal=tmp_path))
+        await gateway.journal.close()
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
+            assert database.execute("PRAGMA user_version").fetchall() == [(schema.VERSION,)]
+            database.execute(f"PRAGMA user_version = {version}")
 
 
 # -- retention ---------------------------------------------------------------------------------------

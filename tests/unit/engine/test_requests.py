@@ -33,7 +33,11 @@ def parse(sampling: dict[str, Any] | None = None, **body: Any) -> Any:
         ({"input_ids": [1], "rid": 7}, "rid = 7"),
         ({"input_ids": [1], "stream": "yes"}, "stream = 'yes'"),
         ({"input_ids": [1], "text": "hello"}, "text = 'hello'"),
-        ({"input_ids": [1], "top_logprobs_num": 5}, "top_logprobs_num = 5"),
+        (
+            {"input_ids": [1], "top_logprobs_num": 5},
+            "top_logprobs_num = 5 has no effect without",
+        ),
+        ({"input_ids": [1], "top_logprobs_num": -1, "return_logprob": True}, "top_logprobs_num = -1"),
         ({"input_ids": [1], "colour": "red"}, "colour is not a parameter"),
         ({"input_ids": [1], "sampling_params": [1]}, "sampling_params is not"),
     ],
@@ -130,3 +134,9 @@ def test_stop_ids_join_the_models_own_and_ignore_eos_drops_both() -> None:
 def test_any_integer_is_a_seed() -> None:
     assert parse({"sampling_seed": -1}).params.seed == 2**64 - 1
     assert parse({"sampling_seed": 2**64 + 3}).params.seed == 3
+
+
+def test_a_reply_lists_at_most_the_vocabulary() -> None:
+    asked = {"input_ids": [1], "return_logprob": True}
+    assert parse_generate({**asked, "top_logprobs_num": 5}, LIMITS).top_logprobs == 5
+    assert parse_generate({**asked, "top_logprobs_num": 10**6}, LIMITS).top_logprobs == LIMITS.vocab_size

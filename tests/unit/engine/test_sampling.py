@@ -84,6 +84,28 @@ def test_logprobs_are_those_of_the_temperature() -> None:
     assert ids[2] == int(logits[2].argmax())
 
 
+def test_likeliest_ids_are_those_of_the_distribution_that_is_sampled() -> None:
+    """After the temperature, as the sampled logprob, and before top-p; ids without probability are finite."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 50) * 3
+    logits[2, 2:] = -torch.inf
+    slots = Slots(3)
+    for row, (temperature, listed) in enumerate(((0.5, 4), (2.0, 0), (1.0, 3))):
+        params = SamplingParams(temperature=temperature, top_p=0.5, seed=row)
+        slots.add(Generation("", [0], params, 1, top_logprobs=listed))
+    ids, logprobs = sample(logits.clone(), slots)
+    expected = torch.log_softmax(logits[0].double() / 0.5, -1).topk(4)
+    values, top = zip(*slots.top[0], strict=True)
+    assert list(top) == expected.indices.tolist()
+    assert values == pytest.approx(expected.values.tolist(), abs=1e-5)
+    assert {id: value for value, id in slots.top[0]}[int(ids[0])] == logprobs[0]
+    assert sorted(id for _, id in slots.top[2][:2]) == [0, 1]
+    assert slots.top[2][2][0] == -9999.0
+    slots.listed[:] = 0
+    again = sample(logits, slots)
+    assert (again[0].tolist(), again[1].tolist()) == (ids.tolist(), logprobs.tolist()), "as without a list"
+
+
 def test_rows_that_are_not_finite_say_so_and_leave_the_others_alone() -> None:
     logits = torch.zeros(3, 5)
     logits[1, 3] = torch.nan

@@ -52,7 +52,7 @@ def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
         if kind == "submit":
             former = everything[a] if a < len(everything) else None  # some go on where others were
             prompt = former.prompt_ids + former.output_ids + [a] if former else [a % 3, *range(a)]
-            one = generation(prompt, b, rid=f"job-{len(everything)}")
+            one = generation(prompt, b, rid=f"job-{len(everything)}", top_logprobs=a % 3)
             everything.append(one)
             submit(scheduler, one)
             scheduler.run_once()
@@ -79,6 +79,8 @@ def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
         assert len(one.output_ids) == one.limit or one.finish_reason["type"] == "abort"
         assert one.output_ids == expected_output(one)
         assert sum(end - start for _, start, end in one.spans) == len(one.output_ids) == len(one.logprobs)
+        listed = [[(-float(id + at), id + at) for at in range(one.top_logprobs)] for id in one.output_ids]
+        assert one.output_top == (listed if one.top_logprobs else []), "of its own row and step"
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 

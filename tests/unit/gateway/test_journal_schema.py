@@ -7,6 +7,7 @@ import sqlite3
 from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tidegate.gateway.ids import hash_key
@@ -38,6 +39,8 @@ TURN = Turn(
     teacher_logprobs=np.array([-0.25, -3.0], dtype=np.float32),
     teacher_top_ids=np.array([9, 1, 8, 70_000], dtype=np.int32),
     teacher_top_logprobs=np.array([-0.25, -2.0, -3.0, -0.125], dtype=np.float32),
+    top_ids=np.array([9, 1, 8, 70_000], dtype=np.int32),
+    top_logprobs=np.array([-0.5, -2.0, -9999.0, -0.125], dtype=np.float16),
 )
 
 
@@ -69,6 +72,22 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert (back.new_messages, back.reply) == (node.new_messages, node.reply)
     assert back.turn.output_ids.dtype == np.int32
     assert back.turn.logprobs.dtype == np.float32
+    assert back.turn.top_logprobs is not None
+    assert back.turn.top_logprobs.dtype == np.float16
+
+
+def test_turns_of_the_earlier_schema_have_no_likeliest_ids() -> None:
+    node = TurnNode(TURN, TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0)
+    values, rest = msgspec.msgpack.decode(turns.row(1, node)[1])
+    assert [fields(Turn)[at].name for at in (-2, -1)] == ["top_ids", "top_logprobs"]
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(turns.TABLES)
+        database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:-2], rest])))
+        before = turns.nodes("s", turns.read(database)[1])
+        turns.pack(database, 1)
+        after = turns.nodes("s", turns.read(database)[1])
+    for nodes in (before, after):
+        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, top_ids=None, top_logprobs=None))
 
 
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:

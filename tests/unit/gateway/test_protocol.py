@@ -122,6 +122,67 @@ def test_pieces_of_one_reply_join_exactly() -> None:
     )
 
 
+LISTED = [[[-0.5, 7, None], [-1.5, 3, None]], [[-0.1, 4, None], [-0.4, 9, None]]]
+"""Likeliest ids of two tokens: the first is among them, the second is less likely than both."""
+
+
+def test_likeliest_ids_are_asked_for_and_read_in_sglangs_shape() -> None:
+    order = GenerateRequest(np.array([1], dtype=np.int32), {}, 10, top_logprobs=2)
+    assert orjson.loads(request_body(order, GenerateResult(), "r"))["top_logprobs_num"] == 2
+    order.top_logprobs = 0
+    assert "top_logprobs_num" not in orjson.loads(request_body(order, GenerateResult(), "r"))
+    told = payload([7, 8], output_top_logprobs=LISTED)
+    sampled = read_reply(told, top_logprobs=2)
+    assert [(ids.tolist(), values.tolist()) for ids, values in sampled.top] == [
+        ([7, 3], [-0.5, -1.5]), ([4, 9], pytest.approx([-0.1, -0.4])),
+    ]  # fmt: skip
+    assert read_reply(told).top == [], "not asked for"
+    assert [ids.tolist() for ids, _ in read_reply(told, top_logprobs=1).top] == [[7], [4]]
+    assert [len(ids) for ids, _ in read_reply(told, top_logprobs=9).top] == [2, 2], "a small vocabulary"
+    joined = GenerateResult()
+    joined.extend(sampled)
+    joined.extend(read_reply(payload([7], output_top_logprobs=LISTED[:1]), top_logprobs=2))
+    joined.truncate(2)
+    assert len(joined.top) == len(joined.ids) == 2
+
+
+def test_likeliest_ids_of_a_stream_come_last() -> None:
+    order = GenerateRequest(np.array([1], dtype=np.int32), {}, 10, top_logprobs=2)
+    early = read_reply(payload([7], finish_reason=None), partial=True, top_logprobs=2)
+    assert early.top == []
+    assert not order.has_logprobs(early), "an interrupted reply cannot go on from it"
+    last = read_reply(payload([7], output_top_logprobs=LISTED[:1]), partial=True, top_logprobs=2)
+    assert order.has_logprobs(last)
+    aborted = payload([], finish_reason={"type": "abort"})
+    assert read_reply(aborted, top_logprobs=2).top == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            None,
+            "no likeliest ids .*score_centering needs an engine that honours top_logprobs_num",
+        ),
+        ([], "no likeliest ids"),
+        (LISTED[:1], "no likeliest ids"),
+        ([LISTED[0], None], "no likeliest ids"),
+        ([LISTED[0], []], "no likeliest ids"),
+        ([LISTED[0], LISTED[1][:1]], "malformed output_top_logprobs"),
+        ([LISTED[0], [[-0.4, 9, None], [-0.1, 4, None]]], "malformed output_top_logprobs"),
+        ([LISTED[0], [[None, 9, None], [-0.1, 4, None]]], "malformed output_top_logprobs"),
+        ([LISTED[0], [["x", 9, None], [-0.1, 4, None]]], "malformed output_top_logprobs"),
+        ([LISTED[0], [[-0.1, 2**40, None], [-0.2, 4, None]]], "malformed output_top_logprobs"),
+        ([LISTED[0], [[-0.1, 8, None], [-0.4, 9, None]]], "another distribution .* sampled id 8 .* by 0.4;"),
+        ([LISTED[0], [[-0.7, 4, None], [-0.9, 9, None]]], "another distribution .* sampled id 8 .* by 0.4;"),
+    ],
+)
+def test_likeliest_ids_that_are_missing_or_of_another_distribution_are_refused(rows: Any, words: str) -> None:
+    with pytest.raises(EngineError, match=words) as raised:
+        read_reply(payload([7, 8], output_top_logprobs=rows), top_logprobs=2)
+    assert not raised.value.retryable
+
+
 def test_a_piece_of_unknown_version_leaves_a_gap() -> None:
     sampled = GenerateResult()
     sampled.extend(GenerateResult([1], [-1.0], [VersionSpan(3, 0, 1)], ""))

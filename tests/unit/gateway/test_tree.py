@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.sessions.tree import TurnRequestInfo, TurnTree
+from tidegate.gateway.sessions.tree import TurnRequestInfo, TurnTree, keep_tokens
 from tidegate.types import Message, Outcome, Trajectory, Turn
 
 
@@ -242,6 +242,20 @@ def test_a_refused_request_leaves_no_trace() -> None:
     with pytest.raises(ApiError):
         driver.tree.attach([user("a"), said("b"), {"role": "nobody"}], None, {})
     assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).branch_reason is None
+
+
+def test_a_part_of_a_reply_keeps_its_own_likeliest_ids() -> None:
+    ids = np.arange(5, dtype=np.int32)
+    turn = Turn(
+        0, None, ids, ids, np.zeros(5, np.float32), (), "stop", 1.0,
+        top_ids=np.arange(10, dtype=np.int32), top_logprobs=-np.arange(10).astype(np.float16),
+    )  # fmt: skip
+    keep_tokens(turn, 1, 3)
+    assert turn.top_ids is not None
+    assert turn.top_logprobs is not None
+    assert (turn.top_k, turn.top_ids.tolist(), turn.top_logprobs.tolist()) == (
+        2, [2, 3, 4, 5], [-2.0, -3.0, -4.0, -5.0],
+    )  # fmt: skip
 
 
 def spelled(message: Message, style: int) -> Message:

@@ -11,6 +11,8 @@ from torch import Tensor
 from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.scheduling.slots import Slots
 
+LEAST_LOGPROB = -9999.0
+"""Logprob of listed ids that have no probability, as in vLLM: JSON has no infinity."""
 GREEDY_BELOW = 1e-6
 """Temperature below which the likeliest token is taken, as in SGLang."""
 
@@ -34,7 +36,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Samples one token for each row; returns (ids, logprobs), both [rows].
+    """Samples one token for each row; returns (ids, logprobs), both [rows]. Sets `Slots.top`, if requested.
 
     The order is SGLang's: penalties and grammar change the logits, the temperature divides them, then top-k,
     top-p (of the ids left by top-k) and min-p (relative to the likeliest id) exclude ids. The log-probability
@@ -60,10 +62,16 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
         ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
     if greedy.any():
         ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
-    chosen = logprobs_bv.gather(-1, ids[:, None])[:, 0]
-    # One copy for both, since it is the only wait for the device in a step; float64 is exact for ids.
-    both = torch.stack([ids.double(), chosen.double()]).cpu().numpy()
-    return both[0].astype(np.int64), both[1].copy()
+    found = [ids[:, None], logprobs_bv.gather(-1, ids[:, None])]
+    if listed := int(slots.listed[:n].max(initial=0)):
+        best = torch.topk(logprobs_bv, listed)
+        found += [best.indices, best.values.clamp(min=LEAST_LOGPROB)]
+    # One copy for all, since it is the only wait for the device in a step; float64 is exact for ids.
+    both = torch.cat([part.double() for part in found], dim=1).cpu().numpy()
+    if listed:
+        top_ids, values = both[:, 2 : 2 + listed].astype(np.int64).tolist(), both[:, 2 + listed :].tolist()
+        slots.top = [list(zip(*row, strict=True)) for row in zip(values, top_ids, strict=True)]
+    return both[:, 0].astype(np.int64), both[:, 1].copy()
 
 
 def process_logits(logits_bv: Tensor, slots: Slots) -> None:

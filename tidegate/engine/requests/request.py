@@ -87,11 +87,14 @@ class Generation:
     prompt_logprobs: list[float] = field(default_factory=list)
     """Logprobs of the prompt's tokens after `logprob_start`, at temperature 1 as in SGLang."""
     top_logprobs: int = 0
-    """Number of likeliest ids at each of these tokens whose logprobs are requested, too."""
+    """Number of likeliest ids at each of these tokens and of the reply whose logprobs are requested, too."""
     prompt_top: list[list[TokenLogprob]] = field(default_factory=list)
     """These ids with their logprobs, likeliest first, for each of `prompt_logprobs`."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    output_top: list[list[TokenLogprob]] = field(default_factory=list)
+    """The likeliest ids in place of each output token, if they were requested: those of the distribution that
+    was sampled, likeliest first."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     kv_version: str | None = None
     cached_tokens: int = 0
@@ -123,7 +126,8 @@ class Generation:
 
         Equal in each prefill pass.
         """
-        return self.needs_prompt_logprobs, self.top_logprobs, self.limit == 0
+        scored = self.needs_prompt_logprobs
+        return scored, self.top_logprobs if scored else 0, self.limit == 0
 
     @property
     def reusable(self) -> list[int]:
@@ -159,7 +163,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
     start = _logprob_start(fields, len(prompt_ids), return_logprob)
-    top = _top_logprobs(fields, start, params.max_new_tokens, limits)
+    top = _top_logprobs(fields, start, return_logprob, limits)
     refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     if limit == 0 and start is None:
@@ -193,19 +197,18 @@ def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) ->
     return start
 
 
-def _top_logprobs(fields: dict[str, Any], start: int | None, max_new_tokens: int, limits: TokenLimits) -> int:
-    """Returns `top_logprobs_num`, which is supported for prompts alone."""
+def _top_logprobs(
+    fields: dict[str, Any], start: int | None, return_logprob: bool, limits: TokenLimits
+) -> int:
+    """Returns `top_logprobs_num`, for a reply at most the size of the vocabulary."""
     top = integer(fields, "top_logprobs_num", 0, "")
-    if not 0 <= top <= limits.vocab_size:
+    if top < 0 or (start is not None and top > limits.vocab_size):
         raise RequestError(
             f"top_logprobs_num = {top}: it must be from 0 to {limits.vocab_size}, the size of the vocabulary"
         )
-    if top and (start is None or max_new_tokens):
-        raise RequestError(
-            f"top_logprobs_num = {top}: this engine reports the likeliest ids of a prompt alone; set "
-            "logprob_start_len, and max_new_tokens = 0"
-        )
-    return top
+    if top and not return_logprob:
+        raise RequestError(f"top_logprobs_num = {top} has no effect without return_logprob = true")
+    return min(top, limits.vocab_size)
 
 
 def _prompt(ids: Any, limits: TokenLimits, max_new_tokens: int) -> list[int]:

@@ -307,6 +307,8 @@ class Scheduler:
             return
         generation.output_ids.append(token)
         generation.logprobs.append(logprob)
+        if generation.top_logprobs:
+            generation.output_top.append(self._rows.slots.top[row][: generation.top_logprobs])
         if generation.grammar is not None:
             slots = self._rows.slots
             fault = generation.grammar.accept(token, int(slots.choices[row]), float(slots.masses[row]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidegate.engine.requests.request import Generation
+from tidegate.engine.requests.request import Generation, TokenLogprob
 
 
 class Slots:
@@ -26,6 +26,10 @@ class Slots:
         self.top_ps = np.ones(max_slots, np.float32)
         self.top_ks = np.zeros(max_slots, np.int64)
         self.min_ps = np.zeros(max_slots, np.float32)
+        self.listed = np.zeros(max_slots, np.int64)
+        """Numbers of likeliest ids that are requested in place of each token."""
+        self.top: list[list[TokenLogprob]] = []
+        """These ids of each row in this step, likeliest first; more if another row requests more."""
         self.has_processors = np.zeros(max_slots, bool)
         """Whether penalties or a grammar change the logits."""
         self.choices = np.zeros(max_slots, np.int64)
@@ -34,7 +38,7 @@ class Slots:
         """For rows with a grammar: total probability of these ids before the grammar excluded the others."""
         self._arrays: list[np.ndarray] = [
             self.tokens, self.lengths, self.output_counts, self.seeds, self.temperatures,
-            self.top_ps, self.top_ks, self.min_ps, self.has_processors,
+            self.top_ps, self.top_ks, self.min_ps, self.listed, self.has_processors,
         ]  # fmt: skip
 
     @property
@@ -57,6 +61,7 @@ class Slots:
         self.top_ps[row] = params.top_p
         self.top_ks[row] = max(params.top_k, 0)
         self.min_ps[row] = params.min_p
+        self.listed[row] = generation.top_logprobs
         self.has_processors[row] = params.penalised or generation.grammar is not None
         return row
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tidegate.engine.requests.detokenizer import IncrementalDecoder
-from tidegate.engine.requests.request import Generation, parse_generate, samples_of
+from tidegate.engine.requests.request import Generation, TokenLogprob, parse_generate, samples_of
 from tidegate.engine.server.http import disconnected, error_reply, event, json_reply, read_body
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
 
     `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
     `input_token_logprobs` has the prompt's tokens from `logprob_start_len` on; as in SGLang, the first has no
-    logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested.
+    logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested, and
+    `output_top_logprobs` those in place of each output token; a stream has these in its last event.
     `kv_version` is present only if keys and values of older weights were kept. With a grammar,
     `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
     forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
@@ -150,13 +151,14 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.return_logprob:
         pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
         meta["output_token_logprobs"] = list(pairs)
+    if generation.top_logprobs and generation.ended:
+        meta["output_top_logprobs"] = _triples(generation.output_top)
     if generation.logprob_start is not None:
         asked = generation.prompt_ids[generation.logprob_start :]
         values = [None, *generation.prompt_logprobs]
         meta["input_token_logprobs"] = list(zip(values, asked, itertools.repeat(None), strict=False))
-    if generation.top_logprobs:
-        likeliest = [[(*pair, None) for pair in pairs] for pairs in generation.prompt_top]
-        meta["input_top_logprobs"] = [None, *likeliest]
+        if generation.top_logprobs:
+            meta["input_top_logprobs"] = [None, *_triples(generation.prompt_top)]
     if generation.grammar is not None:
         meta["output_token_choices"] = generation.grammar.choices[:count]
         meta["output_token_masses"] = generation.grammar.masses[:count]
@@ -167,3 +169,7 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.kv_version is not None:
         meta["kv_version"] = generation.kv_version
     return {"text": text, "output_ids": generation.output_ids[:count], "meta_info": meta}
+
+
+def _triples(top: Sequence[Sequence[TokenLogprob]]) -> list[list[tuple[float, int, None]]]:
+    return [[(logprob, token, None) for logprob, token in pairs] for pairs in top]

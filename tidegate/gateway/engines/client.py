@@ -46,16 +46,22 @@ class EngineClient:
         await self._http.close()
 
     async def generate(
-        self, url: str, body: bytes, stream: bool, take: Callable[[GenerateResult], None]
+        self,
+        url: str,
+        body: bytes,
+        stream: bool,
+        take: Callable[[GenerateResult], None],
+        top_logprobs: int = 0,
     ) -> None:
-        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason. Raises
+        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason and the
+        likeliest ids that the body requests. Raises
         RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
         invalid, OSError if the connection fails."""
         with await self._post(url, "/generate", body) as reply:
             if reply.status != 200:
                 raise _refused(url, reply.status, await reply.read(), dict(reply.headers))
             if not stream:
-                take(read_reply(_load(url, await reply.read())))
+                take(read_reply(_load(url, await reply.read()), top_logprobs=top_logprobs))
                 return
             buffer = b""
             while chunk := await reply.piece():
@@ -66,7 +72,7 @@ class EngineClient:
                 data = [event[5:].strip() for event in events if event.startswith(b"data:")]
                 data = [event for event in data if event != b"[DONE]"]
                 if data:  # events are cumulative: the newest contains the others
-                    piece = read_reply(_event(url, data[-1]), partial=True)
+                    piece = read_reply(_event(url, data[-1]), partial=True, top_logprobs=top_logprobs)
                     take(piece)
                     if piece.finish:
                         reply.release()

@@ -187,7 +187,7 @@ class EnginePool:
                     try:
                         await self._call(engine, request, result, on_ids)
                     except EngineError as error:
-                        if not error.retryable:
+                        if not error.retryable or not request.has_logprobs(result):
                             raise
                         last = str(error)
                         affinity.disruptions += 1
@@ -213,7 +213,7 @@ class EnginePool:
                     failures = 0 if grew else failures + 1
                     await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
         except TimeoutError:
-            if request.closed and len(result.logprobs) == len(result.ids):
+            if request.closed and request.has_logprobs(result):
                 return result
             load = load or request.load()
             if load is not None and not failures:
@@ -279,14 +279,15 @@ class EnginePool:
                 engine.calls[rid] = timeout
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
-                await self._client.generate(engine.url, request_body(request, result, rid), stream, take)
+                body = request_body(request, result, rid)
+                await self._client.generate(engine.url, body, stream, take, request.top_logprobs)
             engine.failures = 0
         except OSError as error:
             own = error.errno in _OWN_LIMITS
             self._failed(engine, at_once=not own, counts=not own)
             if isinstance(error, TimeoutError):  # HealthProbe rescheduled it: the engine hangs
                 self._client.abort(engine.control, rid)
-            if len(piece.logprobs) != len(piece.ids):
+            if not request.has_logprobs(piece):
                 raise EngineError(
                     f"{engine.url}: the stream was interrupted after tokens without logprobs"
                 ) from error

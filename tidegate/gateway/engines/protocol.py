@@ -17,7 +17,7 @@ import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.sampling import continued_seed
-from tidegate.types import Ids, VersionSpan, spans_within
+from tidegate.types import Ids, Logprobs, VersionSpan, spans_within
 
 NON_RESUMABLE_PARAMS = frozenset(
     {"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"}
@@ -26,6 +26,12 @@ NON_RESUMABLE_PARAMS = frozenset(
 MASS_TOLERANCE = 1e-4
 """Probability mass that a grammar may mask while the token still counts as drawn from the policy; recorded
 logprobs are off by at most this much."""
+
+
+LEAST_LOGPROB = -9999.0
+"""Smallest logprob of a listed id, which half precision can hold."""
+TOP_TOLERANCE = 0.01
+"""Largest difference between the logprob of a sampled token and that of the same id among the likeliest."""
 
 
 class RequestRefusedError(EngineError):
@@ -38,6 +44,10 @@ class RequestRefusedError(EngineError):
 
 class SlowEnginesError(EngineError):
     """The deadline passed while engines served the call or earlier ones; the message tells their load."""
+
+
+TopRow = tuple[Ids, Logprobs]
+"""Likeliest ids and their logprobs, likeliest first; both [k]."""
 
 
 @dataclass(slots=True)
@@ -58,6 +68,8 @@ class GenerateRequest:
     requested_as: Mapping[str, str] = field(default_factory=dict)
     """For each of `params` that the agent set, its name in the agent's request."""
     new_stop_search: Callable[[], Callable[[Sequence[int]], int | None]] | None = None
+    top_logprobs: int = 0
+    """Number of likeliest ids that are requested in place of each token."""
     closed: bool = False
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
@@ -77,6 +89,11 @@ class GenerateRequest:
         """Whether a further call can continue the reply: engines restart grammars and penalty counts with
         each call."""
         return not (self.params.keys() & NON_RESUMABLE_PARAMS)
+
+    def has_logprobs(self, result: GenerateResult) -> bool:
+        """Whether each token has its logprob and, if requested, its likeliest ids."""
+        top = len(result.top) if self.top_logprobs else len(result.ids)
+        return len(result.logprobs) == top == len(result.ids)
 
     def unseen_stop_search(self, ids: Sequence[int]) -> Callable[[Sequence[int]], int | None] | None:
         """Returns a search for stop strings that the engine does not find in the call after the tokens `ids`:
@@ -115,11 +132,13 @@ class GenerateResult:
     masses: list[float] = field(default_factory=list)
     """For each token of a reply under a grammar, the policy's probability mass on the ids that the grammar
     allowed. Empty if the engine does not report it."""
+    top: list[TopRow] = field(default_factory=list, compare=False)
+    """The engine's likeliest ids in place of each token, if they were requested."""
     calls: int = field(default=0, compare=False)
     """Engine calls that returned tokens."""
 
     def truncate(self, end: int) -> None:
-        del self.ids[end:], self.logprobs[end:], self.masses[end:]
+        del self.ids[end:], self.logprobs[end:], self.masses[end:], self.top[end:]
         self.spans = spans_within(self.spans, 0, end)
 
     def extend(self, piece: GenerateResult) -> None:
@@ -131,6 +150,7 @@ class GenerateResult:
         self.ids += piece.ids
         self.logprobs += piece.logprobs
         self.masses += piece.masses
+        self.top += piece.top
         self.finish = piece.finish
         if piece.kv_version is not None:
             own = self.kv_version
@@ -169,13 +189,16 @@ def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> 
         "stream": request.should_stream(result),
         "rid": rid,
     }
+    if request.top_logprobs:
+        body["top_logprobs_num"] = request.top_logprobs
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
+def read_reply(payload: Any, *, partial: bool = False, top_logprobs: int = 0) -> GenerateResult:
     """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream. `finish` is "" until the
-    last event; earlier events may omit logprobs. Raises EngineError if ids or logprobs are missing or
-    inconsistent, RequestRefusedError if the engine aborted the request with a 4xx status."""
+    last event; earlier events may omit logprobs, and likeliest ids are read from the last one alone. Raises
+    EngineError if ids or logprobs are missing or inconsistent, RequestRefusedError if the engine aborted the
+    request with a 4xx status."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
         raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
@@ -193,6 +216,8 @@ def read_reply(payload: Any, *, partial: bool = False) -> GenerateResult:
     if not isinstance(pairs, list) or (ids and not pairs):
         raise EngineError("the engine returned no logprobs; it must honour return_logprob")
     result = GenerateResult(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
+    if top_logprobs and finish and ids:
+        result.top = _top(meta.get("output_top_logprobs"), result, top_logprobs)
     masses = meta.get("output_token_masses")
     if isinstance(masses, list) and all(isinstance(mass, float | int) for mass in masses):
         result.masses = masses[: len(ids)]
@@ -216,6 +241,45 @@ def _logprobs(pairs: list[Any], ids: list[int]) -> list[float]:
     if not all(map(math.isfinite, values)):
         raise EngineError("the engine returned no logprobs for some tokens: a value is not finite")
     return values
+
+
+def _top(rows: Any, result: GenerateResult, most: int) -> list[TopRow]:
+    """The likeliest ids of each token; k is `most` or the size of the vocabulary.
+
+    A sampled id must have its logprob there too, or be less likely than the others: logprobs of another
+    distribution, such as before the temperature, are refused.
+    """
+    count = len(result.ids)
+    if not isinstance(rows, list) or len(rows) != count or not all(rows):
+        raise EngineError(
+            f"the engine returned no likeliest ids for some of {count} tokens: trainer.loss.score_centering "
+            f"needs an engine that honours top_logprobs_num = {most}; use one, or set it to 0"
+        )
+    try:
+        values = np.array([[pair[0] for pair in row[:most]] for row in rows], np.float32)
+        ids = np.array([[pair[1] for pair in row[:most]] for row in rows], np.int32)
+        if np.isnan(values).any() or (np.diff(values) > 0).any():
+            raise ValueError
+    except (TypeError, ValueError, IndexError, KeyError, OverflowError):
+        raise EngineError(
+            f"the engine returned malformed output_top_logprobs for {count} tokens: each needs as many "
+            "entries of logprob and id, likeliest first"
+        ) from None
+    own = np.asarray(result.logprobs, np.float32)
+    among = ids == np.asarray(result.ids, np.int32)[:, None]
+    gaps = np.where(
+        among.any(axis=1),
+        np.abs(np.where(among, values - own[:, None], 0.0).sum(axis=1)),
+        own - values[:, -1],
+    )
+    if gaps.max() > TOP_TOLERANCE:
+        at = int(gaps.argmax())
+        raise EngineError(
+            f"the engine returned likeliest ids of another distribution than it sampled from: the logprob "
+            f"{own[at]:.4g} of the sampled id {result.ids[at]} differs from the list by {gaps[at]:.2g}; it "
+            "must report logprobs after the temperature"
+        )
+    return list(zip(ids, np.maximum(values, LEAST_LOGPROB), strict=True))
 
 
 def _finish(reason: Any) -> str:

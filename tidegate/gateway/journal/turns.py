@@ -50,7 +50,13 @@ _ARRAYS = [
     if get_origin(array) is np.ndarray
 ]
 _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
-_VALUES: Any = tuple[*(_STORED[name] for name in _FIELDS)]  # type: ignore[misc]
+_ADDED = ("top_ids", "top_logprobs")
+"""The last fields, which turns of schema version 7 do not have."""
+_VALUES: Any = msgspec.defstruct(
+    "_VALUES",
+    [(name, _STORED[name], None) if name in _ADDED else (name, _STORED[name]) for name in _FIELDS],
+    array_like=True,
+)
 _Node = tuple[TurnRequestInfo, bytes, bytes, bytes, list[Message], Message]
 _Row: Any = tuple[_VALUES, _Node]
 _row_decoder: Any = msgspec.msgpack.Decoder(_Row, ext_hook=exact.read_extension)
@@ -123,9 +129,9 @@ def _decode(data: bytes) -> list[Any]:
     return [_row_decoder.decode(data)]
 
 
-def _add(nodes: list[TurnNode], stored: Sequence[Any], node: _Node) -> None:
+def _add(nodes: list[TurnNode], stored: Any, node: _Node) -> None:
     """Adds a turn to those of its session, or replaces the one that was written before."""
-    values = list(stored)
+    values = list(msgspec.structs.astuple(stored))
     for at, element in _ARRAYS:
         if (data := values[at]) is not None:
             values[at] = np.frombuffer(data, element)

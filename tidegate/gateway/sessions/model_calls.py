@@ -14,13 +14,13 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
-from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, trainable_tokens
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, TopRow, trainable_tokens
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.ids import unique_name
 from tidegate.gateway.parsing.reply import ReplyReader, begins_with, count_read_ids
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, TurnRequestInfo
-from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn
+from tidegate.types import CLIENT_CLOSED, Ids, Message, PackedIds, PackedLogprobs, Turn
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +115,7 @@ class ModelCall:
         return TurnRequestInfo(self.id, self.digest, self.idempotency_key, self.ordinal)
 
     def turn(self, result: GenerateResult) -> Turn:
+        top_ids, top_logprobs = _packed(result.top)
         return Turn(
             index=-1,
             parent=self.attachment.parent,
@@ -134,7 +135,18 @@ class ModelCall:
             exempt=self.exempt,
             structured=self.structured,
             output_mask=trainable_tokens(result) if self.structured == "grammar" else None,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
         )
+
+
+def _packed(top: Sequence[TopRow]) -> tuple[PackedIds | None, PackedLogprobs | None]:
+    """The likeliest ids of all tokens and their logprobs, as many for each token."""
+    if not top:
+        return None, None
+    width = min(len(ids) for ids, _ in top)
+    ids, logprobs = (np.concatenate([row[:width] for row in rows]) for rows in zip(*top, strict=True))
+    return ids, logprobs.astype(np.float16)
 
 
 class SessionModelCalls:

@@ -341,6 +341,9 @@ def _same_arguments(reply: Message, calls: Sequence[Any]) -> bool:
 
 
 def keep_tokens(turn: Turn, first: int, end: int) -> None:
+    if turn.top_ids is not None and turn.top_logprobs is not None:
+        listed = slice(first * turn.top_k, end * turn.top_k)
+        turn.top_ids, turn.top_logprobs = turn.top_ids[listed], turn.top_logprobs[listed]
     turn.output_ids, turn.logprobs = turn.output_ids[first:end], turn.logprobs[first:end]
     turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
     if turn.output_mask is not None:

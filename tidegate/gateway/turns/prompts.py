@@ -198,6 +198,8 @@ class PromptBuilder:
         engine_request = GenerateRequest(
             prompt, params, budget, stream=request.stream, requested_as=requested_as
         )
+        if request.exempt is None:
+            engine_request.top_logprobs = session.sampling.top_logprobs
         if stops := params.get("stop"):
             decode = self._renderer.decode
             engine_request.new_stop_search = lambda: stop_search(

@@ -14,6 +14,7 @@ it is recorded even if that step is never taken. The step then adds its batch to
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import re
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import orjson
+import zstandard
 
 from tidegate import failpoints
 from tidegate.errors import TidegateError
@@ -33,7 +35,19 @@ from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import PART_BYTES, drop_torn_line, naming, nth_part, parts, sync
 from tidegate.trainer.records.writer import FileWriter
-from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan, fields_of
+from tidegate.types import (
+    Group,
+    Outcome,
+    PackedIds,
+    PackedLogprobs,
+    ToolCall,
+    Trajectory,
+    Turn,
+    VersionSpan,
+    array_bytes,
+    element_type,
+    fields_of,
+)
 
 LONGEST_ANSWER = 2_000
 """Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""
@@ -313,6 +327,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "logprobs": np.ascontiguousarray(turn.logprobs, dtype=np.float32),
         "version_spans": [list(span) for span in turn.version_spans],
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
+        "top_ids": _pack(turn.top_ids),
+        "top_logprobs": _pack(turn.top_logprobs),
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
@@ -333,5 +349,20 @@ def _decode_turn(line: Mapping[str, Any]) -> Turn:
             "teacher_top_logprobs": None
             if top is None
             else np.array(line["teacher_top_logprobs"], np.float32),
+            "top_ids": _unpack(line.get("top_ids"), PackedIds),
+            "top_logprobs": _unpack(line.get("top_logprobs"), PackedLogprobs),
         }
     )
+
+
+def _pack(array: np.ndarray | None) -> str | None:
+    """Returns an array's compressed bytes as text, which takes a third of its numbers in JSON."""
+    if array is None:
+        return None
+    return base64.b64encode(zstandard.compress(array_bytes(array), 1)).decode()
+
+
+def _unpack(text: str | None, kind: Any) -> np.ndarray | None:
+    if text is None:
+        return None
+    return np.frombuffer(zstandard.decompress(base64.b64decode(text)), element_type(kind))
