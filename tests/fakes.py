@@ -35,7 +35,7 @@ class Fault:
     `kind`: `status` (returns the status `value`), `refuse` (status 400 with the message `value`), `hang`
     (until aborted or closed), `drop` (closes the connection), `break` (breaks a stream off after `value`
     tokens), `abort` (ends with finish_reason abort after `value` tokens), `no_logprobs`, `no_versions`,
-    `version` (every span has the version `value`), `garbage` (not JSON), `hold` (waits for
+    `no_top`, `version` (every span has the version `value`), `garbage` (not JSON), `hold` (waits for
     `FakeEngine.release`, then replies normally), `pause` (a stream waits after `value` tokens until it is
     aborted).
     """
@@ -172,6 +172,11 @@ class FakeEngine:
             "weight_version": str(version),
             "weight_versions": [{"version": version, "start": 0, "end": len(output)}] if output else [],
         }
+        if last and fault.kind != "no_top" and (listed := body.get("top_logprobs_num")):
+            meta["output_top_logprobs"] = [
+                [[logprob_of(one, i) - at, one + at, None] for at in range(listed)]
+                for i, one in enumerate(output)
+            ]
         if fault.kind == "no_logprobs":
             del meta["output_token_logprobs"]
         if fault.kind == "no_versions":

@@ -214,7 +214,7 @@ class Turn:
     """Log-probability of these ids under the teacher; shape [output · k]."""
     top_ids: PackedIds | None = None
     """The k likeliest ids of the engine in place of each sampled one, likeliest first; None unless
-    the session's sampling requests them; shape [output · k], token after token."""
+    `trainer.loss.score_centering` requests them; shape [output · k], token after token."""
     top_logprobs: PackedLogprobs | None = None
     """Log-probability of these ids, of the distribution that was sampled; shape [output · k]."""
 

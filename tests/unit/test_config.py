@@ -160,6 +160,24 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             "dual_clip does not apply to name = 'grpo', only to dapo",
         ),
         ([*MODEL, "--trainer.loss.name", "dapo", "--trainer.loss.dual_clip", "1"], "dual_clip = 1: "),
+        (
+            [*MODEL, "--trainer.loss.name", "gspo", "--trainer.loss.score_centering", "32"],
+            "score_centering does not apply to name = 'gspo', only to truncated_is, masked_is, cispo, grpo, "
+            "dr_grpo, dapo, dppo",
+        ),
+        ([*MODEL, "--trainer.loss.score_centering", "2000"], "score_centering = 2000: "),
+        (
+            [
+                *MODEL,
+                "--trainer.loss.name",
+                "masked_is",
+                "--trainer.loss.level",
+                "sequence",
+                "--trainer.loss.score_centering",
+                "8",
+            ],
+            'score_centering = 8 needs level = "token"',
+        ),
         ([*MODEL, "--trainer.loss.clip_hihg", "3"], "did you mean 'trainer.loss.clip_high'?"),
         (
             [*MODEL, "--trainer.loss.name", "masked_is", "--trainer.loss.importance_cap", "-1"],
@@ -494,6 +512,13 @@ def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(
     file.write_text('[model]\npath = "m"\n[agent]\nuse = "a.py:b"\nworkers = 2\ndeadline_s = 9\n')
     agent = load_settings(file, ["--agent.source=remote", "--agent.heartbeat_s=2"]).agent
     assert (agent.source, agent.use, agent.workers, agent.deadline_s) == ("remote", "solver", 1, 9)
+
+
+def test_episodes_of_clients_are_centered_as_those_of_the_run() -> None:
+    settings = load_settings(None, [*CLIENT, "--trainer.loss.score_centering=32"])
+    assert "--clients.top_logprobs=32" in gateway_arguments(settings, "127.0.0.1")
+    words = gateway_arguments(load_settings(None, CLIENT), "127.0.0.1")
+    assert not [word for word in words if "top_logprobs" in word]
 
 
 def test_a_judge_of_conversations_is_no_other_setting_of_an_environment() -> None:

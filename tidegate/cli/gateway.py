@@ -111,7 +111,9 @@ def _options(
         limits=SessionLimits(**settings.limits.model_dump()),
         keys=gateway.keys,
         max_client_groups=clients.max_groups,
-        client_sampling=Sampling(clients.temperature, max_tokens=clients.max_tokens),
+        client_sampling=Sampling(
+            clients.temperature, max_tokens=clients.max_tokens, top_logprobs=clients.top_logprobs
+        ),
         client_deadline_s=clients.deadline_s,
         conversation_idle_s=gateway.conversation_idle_s,
         feedback_window_s=gateway.feedback_window_s,

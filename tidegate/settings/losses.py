@@ -7,9 +7,9 @@ name.
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from tidegate.settings.sections import SettingsSection
 
@@ -28,6 +28,18 @@ SequenceMask = Annotated[
     ),
 ]
 
+MAX_LISTED = 1024
+"""Limit of `score_centering`: SGLang fails on more ids than its vocabulary has."""
+Centering = Annotated[
+    int,
+    Field(
+        ge=0,
+        le=MAX_LISTED,
+        description="Score centering with this number of the engine's likeliest ids in place of each token, "
+        "such as 32, which the engine then reports (docs/losses.md). 0: none.",
+    ),
+]
+
 
 class LossSettings(SettingsSection):
     """Settings that a loss has beside its name."""
@@ -38,12 +50,27 @@ class LossSettings(SettingsSection):
     several_steps: ClassVar[bool] = False
     """Whether the loss allows several optimiser steps per batch: it is relative to a recomputed π_old."""
 
+    @property
+    def listed_ids(self) -> int:
+        """Number of likeliest ids that engines report in place of each token."""
+        return int(getattr(self, "score_centering", 0))
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.listed_ids and getattr(self, "level", "token") == "sequence":
+            raise ValueError(
+                f'score_centering = {self.listed_ids} needs level = "token": the ratio of a sequence is that '
+                "of the tokens that were sampled, and other ids have none; remove one of the two"
+            )
+        return self
+
 
 class TruncatedISLoss(LossSettings):
     name: Literal["truncated_is"] = "truncated_is"
     """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
     level: Level = "token"
+    score_centering: Centering = 0
 
 
 class MaskedISLoss(LossSettings):
@@ -51,6 +78,7 @@ class MaskedISLoss(LossSettings):
     """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
     level: Level = "token"
+    score_centering: Centering = 0
 
 
 class CISPOLoss(LossSettings):
@@ -58,6 +86,7 @@ class CISPOLoss(LossSettings):
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 1.0
     clip_high: High = 4.0
+    score_centering: Centering = 0
 
 
 class GRPOLoss(LossSettings):
@@ -66,6 +95,7 @@ class GRPOLoss(LossSettings):
     clip_low: Low = 0.2
     clip_high: High = 0.2
     sequence_mask: SequenceMask = None
+    score_centering: Centering = 0
 
 
 class DrGRPOLoss(LossSettings):
@@ -77,6 +107,7 @@ class DrGRPOLoss(LossSettings):
     sequence_mask: SequenceMask = None
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Constant divisor, in tokens per trajectory."""
+    score_centering: Centering = 0
 
 
 class DAPOLoss(LossSettings):
@@ -87,6 +118,7 @@ class DAPOLoss(LossSettings):
     dual_clip: Annotated[float, Field(gt=1)] = 10.0
     """Upper bound c of the ratio of tokens with a negative advantage (dual clipping)."""
     sequence_mask: SequenceMask = None
+    score_centering: Centering = 0
 
 
 class GSPOLoss(LossSettings):
@@ -114,6 +146,7 @@ class DPPOLoss(LossSettings):
     threshold: Annotated[float, Field(gt=0)] | None = None
     """Divergence δ above which a token is not moved further from μ. None: 0.15 for tv, 0.05 for kl."""
     importance_cap: Cap = 20.0
+    score_centering: Centering = 0
 
 
 class CustomLoss(LossSettings):

@@ -285,6 +285,8 @@ class ClientEpisodes(SettingsSection):
     """Temperature of the sampling."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Token limit of one reply."""
+    top_logprobs: Annotated[int, Field(ge=0)] = 0
+    """Number of the engine's likeliest ids that are recorded in place of each sampled one."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Deadline of an episode."""
 

@@ -305,6 +305,7 @@ class Training:
             retry_s=restart_s(settings.engine), sender=sender,
             deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
             durable=self.ledger.durable,
+            listed_ids=settings.trainer.loss.listed_ids,
         )  # fmt: skip
 
     def _background_evaluation(self) -> BackgroundEvaluation:

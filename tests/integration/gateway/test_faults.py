@@ -17,7 +17,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.types import Outcome, Task, Trajectory, VersionSpan
+from tidegate.types import Outcome, Sampling, Task, Trajectory, VersionSpan
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -318,6 +318,39 @@ async def test_a_stream_that_breaks_off_is_continued(stage: Stage) -> None:
     [turn] = (await ended(stage, access)).turns
     assert turn.output_ids.tolist() == ids
     assert turn.oldest_version() == 0
+
+
+LISTED = Sampling(top_logprobs=3)
+
+
+async def test_an_interrupted_reply_goes_on_with_its_likeliest_ids(stage: Stage) -> None:
+    access, llm = await opened(stage, sampling=LISTED)
+    ids = stage.say("one two three four")
+    stage.engine.faults.append(Fault("abort", 3))
+    stage.engine.replies.append(ids[3:])
+    await ask(llm)
+    assert [one["top_logprobs_num"] for one in stage.engine.requests] == [3, 3]
+    [turn] = (await ended(stage, access)).turns
+    assert turn.top_ids is not None
+    assert turn.top_ids.reshape(-1, 3).tolist() == [[one, one + 1, one + 2] for one in ids]
+    await ask((await opened(stage))[1])
+    assert "top_logprobs_num" not in stage.engine.requests[-1], "of a session that does not ask for them"
+
+
+@pytest.mark.parametrize(("fault", "stream"), [(Fault("no_top"), False), (Fault("break", 4), True)])
+async def test_no_token_is_recorded_without_the_likeliest_ids_that_were_asked_for(
+    stage: Stage, fault: Fault, stream: bool
+) -> None:
+    """Of an engine that does not report them, or a stream whose last event was lost."""
+    access, llm = await opened(stage, sampling=LISTED)
+    ids = stage.say("one two three four five six")
+    stage.engine.faults.append(fault)
+    stage.engine.replies.append(ids[4:])
+    with pytest.raises(openai.APIError):
+        await ask(llm, stream=stream)
+    assert len(stage.engine.requests) == 1
+    trajectory = await ended(stage, access)
+    assert (trajectory.outcome, trajectory.turns) == (Outcome.INFRA_ERROR, [])
 
 
 async def test_sessions_keep_their_engine_and_new_ones_go_where_there_is_room(stage: Stage) -> None:

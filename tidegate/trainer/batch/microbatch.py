@@ -99,6 +99,19 @@ class Microbatch:
     idle: bool = False
     """Dummy microbatch that keeps the ranks in step: its loss is 0, and no metric includes it."""
 
+    @property
+    def other_ids_nk(self) -> Tensor | None:
+        """The ids beside the target whose log π_θ a loss needs; those of the teacher come first."""
+        given = [ids_nk for ids_nk in (self.teacher_ids_nk, self.sampler_ids_nk) if ids_nk is not None]
+        return torch.cat(given, dim=1) if given else None
+
+    def with_others(self, policy_nk: Tensor | None) -> Self:
+        """Return the microbatch with log π_θ of `other_ids_nk`."""
+        if policy_nk is None:
+            return self
+        teachers = 0 if self.teacher_ids_nk is None else self.teacher_ids_nk.shape[1]
+        return replace(self, policy_top_nk=policy_nk[:, :teachers], policy_listed_nk=policy_nk[:, teachers:])
+
     def old_logprobs(self, logprobs_n: Tensor) -> Tensor:
         """Return log π_old, given log π_θ; constant, [n]."""
         return logprobs_n.detach() if self.old_n is None else self.old_n
@@ -342,13 +355,15 @@ def microbatch(
 
     def concatenated(name: str) -> Tensor:
         arrays = [getattr(row, name)[positions] for row, positions in zip(selected, trained, strict=True)]
+        if arrays[0].ndim > 1:  # likeliest ids come first: fewer of them are the likeliest, too
+            arrays = [array[:, : min(one.shape[1] for one in arrays)] for array in arrays]
         return torch.from_numpy(np.concatenate(arrays))
 
     def optional(name: str) -> Tensor | None:
         return None if any(getattr(row, name) is None for row in selected) else concatenated(name)
 
     at_n = [at * width + positions - 1 - starts[at] for at, positions in enumerate(trained)]
-    teacher_ids = optional("teacher_ids")
+    teacher_ids, sampler_ids, listed = map(optional, ("teacher_ids", "sampler_ids", "sampler_listed"))
     return Microbatch(
         rows=chosen,
         ids_bt=ids_bt,
@@ -370,4 +385,6 @@ def microbatch(
         teacher_n=optional("teacher"),
         teacher_ids_nk=None if teacher_ids is None else teacher_ids.long(),
         teacher_top_nk=optional("teacher_top"),
+        sampler_ids_nk=None if sampler_ids is None else sampler_ids.long(),
+        sampler_listed_nk=None if listed is None else listed.float(),
     )

@@ -46,6 +46,10 @@ class TrainingSequence:
     """The teacher's k likeliest ids at each token, [t, k], if they were requested."""
     teacher_top: Logprobs | None = None
     """log p_teacher of these ids, [t, k]."""
+    sampler_ids: npt.NDArray[np.int32] | None = None
+    """The k likeliest ids of the engine in place of each token, [t, k], if they were recorded."""
+    sampler_listed: npt.NDArray[np.float16] | None = None
+    """log μ of these ids, [t, k]."""
 
     @property
     def trained(self) -> int:
@@ -120,6 +124,17 @@ def check_scored(rows: Sequence[TrainingSequence], top_k: int) -> None:
             )
 
 
+def check_listed(rows: Sequence[TrainingSequence]) -> None:
+    """Raises TrainingError if a row has no likeliest ids of the engine, which score centering needs."""
+    for row in rows:
+        if row.sampler_ids is None:
+            raise TrainingError(
+                f"session {row.session_id} has no likeliest ids of the engine, so its batch cannot be "
+                "trained on with trainer.loss.score_centering: it was recorded without. Set score_centering "
+                "= 0 until such groups are trained on; a replay with it needs a run that had it"
+            )
+
+
 def is_trained(turn: Turn) -> bool:
     """Whether a turn has tokens to train on."""
     return turn.trainable and bool(
@@ -143,6 +158,9 @@ def _row(
     )
     if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
         _add_teacher(row, [turn for turn in path if turn.index in chosen])
+    if width := min((turn.top_k for turn in path if turn.index in chosen), default=0):
+        row.sampler_ids = np.zeros((length, width), dtype=np.int32)
+        row.sampler_listed = np.zeros((length, width), dtype=np.float16)
     start = 0
     for turn in path:
         middle = start + len(turn.delta_ids)
@@ -179,6 +197,13 @@ def _mark(row: TrainingSequence, turn: Turn, start: int, end: int, advantage: fl
         shape = (end - start, turn.teacher_top_k)
         row.teacher_ids[start:end] = turn.teacher_top_ids.reshape(shape)
         row.teacher_top[start:end] = turn.teacher_top_logprobs.reshape(shape)
+
+    if row.sampler_ids is not None and row.sampler_listed is not None:
+        assert turn.top_ids is not None
+        assert turn.top_logprobs is not None
+        width, shape = row.sampler_ids.shape[1], (end - start, turn.top_k)
+        row.sampler_ids[start:end] = turn.top_ids.reshape(shape)[:, :width]
+        row.sampler_listed[start:end] = turn.top_logprobs.reshape(shape)[:, :width]
 
 
 def _add_teacher(row: TrainingSequence, turns: Sequence[Turn]) -> None:

@@ -6,6 +6,7 @@ divergence      D of π_θ from μ, both reduced to two outcomes, the sampled to
                 total variation |π_θ − μ|, or KL μ·log(μ/π_θ) + (1 − μ)·log((1 − μ)/(1 − π_θ))
 weight          min(ratio, C), a constant; 0 if D > δ and the gradient would increase D
                 (A > 0 and π_θ > μ, or A < 0 and π_θ < μ)
+centering       minus A · C over the sampler's likeliest ids, if `score_centering` is set (`centering`)
 normalisation   mean over all trained tokens of the batch
 
 The ratio of a rare token may be far from 1 although the policy has hardly changed, and that of a frequent
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tidegate.settings.losses import DPPOLoss
 from tidegate.trainer.batch.microbatch import Microbatch
+from tidegate.trainer.losses.centering import centered
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.losses.parts import token_mean, token_ratio
 
@@ -38,7 +40,7 @@ def make(settings: DPPOLoss) -> Loss:
         weight_n = ratio_n.clamp(max=settings.importance_cap).masked_fill(masked_n, 0.0)
         return weight_n * batch.advantages_n * logprobs_n, masked_n | (ratio_n > settings.importance_cap)
 
-    return Loss(token_ratio, objective, token_mean)
+    return Loss(token_ratio, centered(settings.score_centering, objective), token_mean)
 
 
 def total_variation(log_pi_n: Tensor, log_mu_n: Tensor) -> Tensor:

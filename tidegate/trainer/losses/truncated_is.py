@@ -3,6 +3,7 @@
 advantage       reward less the group's mean, ÷ the group's standard deviation
 ratio           π_θ/μ of the token (`level = "token"`), or the product over its row (`level = "sequence"`)
 weight          min(ratio, C), a constant: the gradient of no token is zeroed, as clipping would do
+centering       minus A · C over the sampler's likeliest ids, if `score_centering` is set (`centering`)
 normalisation   mean over all trained tokens of the batch
 
 The objective is sg[min(π_θ/μ, C)] · A · log π_θ, with the weights of V-trace (Espeholt et al., IMPALA, 2018).
@@ -12,6 +13,7 @@ The objective is sg[min(π_θ/μ, C)] · A · log π_θ, with the weights of V-t
 from __future__ import annotations
 
 from tidegate.settings.losses import TruncatedISLoss
+from tidegate.trainer.losses.centering import centered
 from tidegate.trainer.losses.loss import Loss
 from tidegate.trainer.losses.parts import sequence_ratio, token_mean, token_ratio, truncated, weighted
 
@@ -19,4 +21,5 @@ from tidegate.trainer.losses.parts import sequence_ratio, token_mean, token_rati
 def make(settings: TruncatedISLoss) -> Loss:
     """Returns the loss with these settings."""
     ratio = token_ratio if settings.level == "token" else sequence_ratio
-    return Loss(ratio, weighted(truncated(settings.importance_cap)), token_mean)
+    surrogate = centered(settings.score_centering, weighted(truncated(settings.importance_cap)))
+    return Loss(ratio, surrogate, token_mean)

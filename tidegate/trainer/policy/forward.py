@@ -185,7 +185,7 @@ class Forward:
         return TokenLogprobs(
             torch.cat(logprobs),
             torch.cat(entropies),
-            None if batch.teacher_ids_nk is None else torch.cat(top),
+            None if batch.other_ids_nk is None else torch.cat(top),
         )
 
     def _logits(self, hidden_nd: Tensor) -> Tensor:
@@ -234,8 +234,8 @@ class Forward:
 
 def _targets(batch: Microbatch) -> tuple[Tensor, ...]:
     """Return the arguments of `token_logprobs` after the logits."""
-    given = (batch.targets_n, batch.temperatures_n)
-    return given if batch.teacher_ids_nk is None else (*given, batch.teacher_ids_nk)
+    given, others_nk = (batch.targets_n, batch.temperatures_n), batch.other_ids_nk
+    return given if others_nk is None else (*given, others_nk)
 
 
 def decoder_layers(model: Any) -> list[Any]:

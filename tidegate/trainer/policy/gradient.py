@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,7 +63,7 @@ class GradientStep:
         if batch.idle:
             loss = 0.0 * logprobs_n.sum()
         else:
-            batch = replace(batch, policy_top_nk=top_nk)
+            batch = batch.with_others(top_nk)
             loss, clipped_n = self.objective(logprobs_n, batch, 1.0)
             diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
         loss.backward()

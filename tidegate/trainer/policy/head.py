@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
     entropy_n: Tensor
     """Entropy of the token's distribution; detached."""
     top_nk: Tensor | None = None
-    """log π of the teacher's likeliest ids; None if the microbatch has none."""
+    """log π of other ids, such as the teacher's likeliest; None if the microbatch has none."""
 
 
 def token_logprobs(
@@ -39,8 +39,10 @@ def token_logprobs(
     logprobs_nv = torch.log_softmax(logits_nv.float() / temperatures_n[:, None], dim=-1)
     with torch.no_grad():
         entropy_n = torch.special.entr(logprobs_nv.exp()).sum(dim=-1)
-    top_nk = None if ids_nk is None else logprobs_nv.gather(1, ids_nk)
-    return TokenLogprobs(logprobs_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n, top_nk)
+    # One gather for all: the gradient of each is as large as the logits.
+    ids_nm = targets_n[:, None] if ids_nk is None else torch.cat([targets_n[:, None], ids_nk], dim=1)
+    logprobs_nm = logprobs_nv.gather(1, ids_nm)
+    return TokenLogprobs(logprobs_nm[:, 0], entropy_n, None if ids_nk is None else logprobs_nm[:, 1:])
 
 
 def logprobs_in_pieces(

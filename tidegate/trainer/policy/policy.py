@@ -20,7 +20,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.service.heap import share_one_heap
 from tidegate.trainer.batch.microbatch import padding_ratio
-from tidegate.trainer.batch.rows import TrainingSequence, check_scored, minibatches
+from tidegate.trainer.batch.rows import TrainingSequence, check_listed, check_scored, minibatches
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.huggingface import (
     as_in_files,
@@ -173,6 +173,8 @@ class Policy:
             return
         if self.settings.teacher.enabled:
             check_scored(trained, self.settings.teacher.asked_top_k)
+        if self.settings.loss.listed_ids:
+            check_listed(trained)
         parts = [trained] if self.settings.streaming else minibatches(trained, self.settings.minibatches)
         self._on_shares(self.backward_shares, parts, version)
 

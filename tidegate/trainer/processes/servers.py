@@ -201,6 +201,7 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
             "max_groups": Rules.of(settings).capacity,
             "deadline_s": settings.agent.deadline_s,
             **settings.sampling.model_dump(),
+            "top_logprobs": settings.trainer.loss.listed_ids,
         }
     elif own_environments:
         sections["env"] = settings.env.model_dump()

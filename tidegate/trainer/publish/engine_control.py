@@ -104,8 +104,8 @@ class EngineControl:
             raise EngineError(f"engine {self.url} gives no checksums of its weights (/weights_checker)")
         return found
 
-    async def check_sample(self) -> None:
-        """Sample one token as for training.
+    async def check_sample(self, listed_ids: int = 0) -> None:
+        """Sample one token as for training, with this number of likeliest ids in its place.
 
         Raises IncompatibleEngineError if the reply lacks fields that training needs, as in unsupported
         versions.
@@ -113,11 +113,14 @@ class EngineControl:
         body = {
             "input_ids": [0], "return_logprob": True, "stream": False,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+            **({"top_logprobs_num": listed_ids} if listed_ids else {}),
         }  # fmt: skip
         meta = (await self.call("/generate", body)).get("meta_info")
         missing = [
             what for name, what in REQUIRED_FIELDS.items() if not (isinstance(meta, dict) and meta.get(name))
         ]
+        if listed_ids and isinstance(meta, dict) and not any(meta.get("output_top_logprobs") or ()):
+            missing.append(f"its likeliest ids (trainer.loss.score_centering = {listed_ids})")
         if missing:
             raise IncompatibleEngineError(
                 f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; "

@@ -82,6 +82,8 @@ class Publisher:
     """Forces the ledger to disk before a version exists, so that no start reuses its number."""
     kept: Path | None = None
     """Directory of a published version that is not removed."""
+    listed_ids: int = 0
+    """Number of likeliest ids that engines must report in place of each token."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     startable: tuple[Path, int] = field(init=False)
@@ -244,7 +246,7 @@ class Publisher:
         Engines that do not respond are skipped.
         """
         async with aiohttp.ClientSession() as http:
-            checks = [EngineControl(url, http).check_sample() for url in self.engines()]
+            checks = [EngineControl(url, http).check_sample(self.listed_ids) for url in self.engines()]
             for result in await asyncio.gather(*checks, return_exceptions=True):
                 if isinstance(result, BaseException) and not (
                     isinstance(result, EngineError) and result.retryable
@@ -259,7 +261,7 @@ class Publisher:
         weights, version = self.current
         async with aiohttp.ClientSession() as http:
             engine = EngineControl(url, http)
-            await engine.check_sample()
+            await engine.check_sample(self.listed_ids)
             await self._read(engine, weights, version)
         self.unavailable.discard(url)
         return version

@@ -203,10 +203,15 @@ class Rollout:
 
         Returns its outcome, the reason of a failure, whether slow engines caused it, and its sampled tokens.
         """
-        sampling = self.settings.sampling
+        settings = self.settings.sampling
+        sampling = Sampling(
+            settings.temperature,
+            max_tokens=settings.max_tokens,
+            top_logprobs=self.settings.trainer.loss.listed_ids,
+        )
         try:
             summary = await self.episodes.run(
-                attempt, task, Sampling(sampling.temperature, max_tokens=sampling.max_tokens), "train",
+                attempt, task, sampling, "train",
                 group_id=group.id, slot=slot, seed=attempt_seed(self.settings.run.seed, attempt),
                 on_open=lambda session: self.sessions.__setitem__(attempt, session),
             )  # fmt: skip

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, trees
 from tidegate.errors import TrainingError
-from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.batch.rows import check_listed, rows_of
 from tidegate.types import Trajectory
 
 
@@ -52,6 +52,27 @@ def test_what_was_recorded_stays_with_its_token(trajectory):
             row.ids, row.mask, row.versions, row.temperature, strict=True
         ):
             assert (version, temperature) == (expected[int(token)] if free else (-1, 1.0))
+
+
+def test_likeliest_ids_stay_with_their_token():
+    """Also where one turn has fewer: each token keeps as many."""
+    turns = [make_turn(0, None, [1, 2], [3, 4]), make_turn(1, 0, [5], [6])]
+    turns[0].top_ids, turns[1].top_ids = np.arange(6, dtype=np.int32), np.arange(10, 12, dtype=np.int32)
+    for turn in turns:
+        turn.top_logprobs = -turn.top_ids.astype(np.float16)
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    assert row.sampler_ids[row.mask].tolist() == [[0, 1], [3, 4], [10, 11]]
+    assert row.sampler_listed[row.mask].tolist() == [[0, -1], [-3, -4], [-10, -11]]
+    check_listed([row])
+    turns[1].top_ids = turns[1].top_logprobs = None
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    with pytest.raises(
+        TrainingError, match=r"s1 has no likeliest ids .*score_centering: it was recorded without"
+    ):
+        check_listed([row])
+    turns[1].exempt = "the request's header"
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    check_listed([row])
 
 
 def test_a_conversation_is_one_row():

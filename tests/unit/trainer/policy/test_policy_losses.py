@@ -251,6 +251,95 @@ def test_a_teachers_likeliest_tokens_draw_the_policy_to_it(base, other, monkeypa
         policy.update(rows, version=0)
 
 
+def listed_by(policy: Policy, rows: list[TrainingSequence], number: int) -> None:
+    """The sampler's likeliest ids at each token, as turns have them."""
+    for row in rows:
+        with torch.no_grad():
+            logits = policy.model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, :-1]
+        logits = logits / torch.tensor(row.temperature[1:, None])
+        top = torch.log_softmax(logits, -1).topk(number)
+        before = np.zeros((1, number))
+        row.sampler_ids = np.concatenate([before, top.indices.numpy()]).astype(np.int32)
+        row.sampler_listed = np.concatenate([before, top.values.numpy()]).astype(np.float16)
+
+
+def centred_by_hand(policy: Policy, rows: list[TrainingSequence], cap: float) -> torch.Tensor:
+    """The gradient of truncated_is less A · Σ q · min(p/q, cap) · ∇ log p over the vocabulary."""
+    expected = one_row_at_a_time(policy, rows)
+    policy.model.zero_grad()
+    for row in rows:
+        at = np.flatnonzero(row.mask)
+        logits = policy.model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, at - 1]
+        log_p = torch.log_softmax(logits / torch.tensor(row.temperature[at])[:, None], dim=-1)
+        ids = torch.tensor(row.sampler_ids[at].astype(np.int64))
+        listed = torch.tensor(row.sampler_listed[at].astype(np.float32))
+        log_q = torch.empty_like(listed).scatter(1, ids, listed)
+        weighted = torch.minimum(log_p.detach().exp(), cap * log_q.exp())
+        (torch.tensor(row.advantages[at]) * (weighted * log_p).sum(dim=1)).sum().backward()
+    return expected + gradient(policy) / sum(row.trained for row in rows)
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_with_the_whole_vocabulary_listed_a_step_is_centered_exactly(base, other, monkeypatch, pieces):
+    """At several temperatures, with shared prefixes, and with logits computed in pieces."""
+    if pieces:
+        monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 8 * VOCABULARY)
+    loss = {"name": "truncated_is", "importance_cap": 1.2}
+    plain = Policy.load(base, TrainerSettings(loss=loss, microbatch_tokens=200, **SETTINGS))
+    settings = TrainerSettings(
+        loss={**loss, "score_centering": VOCABULARY}, microbatch_tokens=200, **SETTINGS
+    )
+    policy = Policy.load(base, settings)
+    rows = make_batch(policy)
+    listed_by(Policy.load(other, TrainerSettings()), rows, VOCABULARY)
+    expected = centred_by_hand(plain, rows, 1.2)
+    metrics = policy.update(rows, version=3)
+    assert float((gradient(policy) - expected).norm() / expected.norm()) <= 1e-6
+    plain.update(rows, version=3)
+    assert float((gradient(plain) - expected).norm() / expected.norm()) > 0.05, "the case proves too little"
+    assert metrics["skipped"] == 0
+
+
+@pytest.mark.parametrize("name", [one for one in LOSSES if "score_centering" in BY_NAME[one].model_fields])
+def test_a_step_of_every_loss_is_centered_with_some_ids_listed(base, other, name):
+    """Where an engine listed fewer ids, as many are used of all. An advantage that all tokens share moves
+    the policy less."""
+    norms = []
+    for listed in (0, 12):
+        loss = {"name": name, "score_centering": listed}
+        policy = Policy.load(base, TrainerSettings(loss=loss, microbatch_tokens=200, **SETTINGS))
+        rows = make_batch(policy)
+        listed_by(Policy.load(other, TrainerSettings()), rows, 12)
+        listed_by(Policy.load(other, TrainerSettings()), rows[:1], 9)
+        metrics = policy.update(rows, version=3)
+        assert (metrics["skipped"], metrics["optimizer_steps"]) == (0, 1)
+        norms.append(metrics["grad_norm"])
+    assert norms[0] != norms[1]
+    assert math.isfinite(norms[1])
+    rows[2].sampler_ids = rows[2].sampler_listed = None
+    with pytest.raises(TrainingError, match=f"{rows[2].session_id} has no likeliest ids of the engine"):
+        policy.update(rows, version=3)
+
+
+def test_a_teacher_and_centering_have_ids_of_their_own(base, other):
+    teacher = {"url": "http://t", "form": "distribution", "top_k": 4, "weight": 0.5}
+    gradients = []
+    for listed, given in ((6, teacher), (6, {}), (0, teacher), (0, {})):
+        settings = TrainerSettings(loss={"score_centering": listed}, teacher=given, **SETTINGS)
+        policy = Policy.load(base, settings)
+        rows = make_batch(policy)
+        listed_by(Policy.load(other, TrainerSettings()), rows, 6)
+        for row in rows:
+            row.teacher = row.logprobs
+            row.teacher_ids = row.sampler_ids[:, 1:5] if given else None
+            row.teacher_top = row.sampler_listed[:, 1:5].astype(np.float32) if given else None
+        policy.update(rows, version=3)
+        gradients.append(gradient(policy))
+    both, centered, taught, neither = gradients
+    torch.testing.assert_close(both, centered + taught - neither, rtol=1e-3, atol=1e-5)
+    assert float((centered - neither).norm() / neither.norm()) > 0.01
+
+
 def test_rows_without_the_teachers_logprobs_are_refused(base):
     policy = Policy.load(base, TrainerSettings(teacher={"url": "http://t"}, **SETTINGS))
     rows = make_rows(4)

@@ -57,6 +57,8 @@ class Script:
     unranked: Callable[[str], str | None] = lambda _: None
     """Why a group cannot be ranked."""
     broken: bool = False
+    listed: int = 0
+    """Number of likeliest ids that the newest session asks for."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def open_session(self, **arguments: Any) -> Any:
@@ -66,6 +68,7 @@ class Script:
         attempt = arguments["metadata"]["attempt"]
         self.opened.append(attempt)
         self.seeds.append(arguments["seed"])
+        self.listed = arguments["sampling"].top_logprobs
         self.changed.set()
         return SimpleNamespace(session_id=f"s-{attempt}", base_url="", api_key="")
 
@@ -157,7 +160,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[Script], Stage]:
     monkeypatch.setattr(pauses, "BACKOFF_S", 0.0)
 
     def build(script: Script, **changes: Any) -> Stage:
-        settings = load_settings(None, ["--model.path=x"])
+        settings = load_settings(None, ["--model.path=x", "--trainer.loss.score_centering=8"])
         rules = Rules(
             **({"groups_per_batch": 2, "group_size": 2, "min_group_size": 2, "max_staleness": 0} | changes)
         )
@@ -222,6 +225,7 @@ async def test_a_failed_slot_is_attempted_again_as_a_new_session(make: Callable[
     assert stage.script.sealed["g1-000001"] == ["s-g1-000001.0.2", "s-g1-000001.1.1"]
     assert stage.script.kept == [("g1-000001.0.1", "failed")]
     assert len(set(stage.script.seeds)) == len(stage.script.opened), "each attempt has a seed of its own"
+    assert stage.script.listed == 8
 
 
 async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
