@@ -36,7 +36,9 @@ def field_rows(module: str, name: str) -> list[tuple[str, str, str]]:
     )
     rows = []
     for at, node in enumerate(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        if node.target.id != "_":  # the mark of fields that are given by name
             below = body[at + 1] if at + 1 < len(body) else None
             if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)):
                 raise LookupError(f"{module}.{name}.{node.target.id} has no string below it with its meaning")
