@@ -132,6 +132,7 @@ class GenerateResult:
     masses: list[float] = field(default_factory=list)
     """For each token of a reply under a grammar, the policy's probability mass on the ids that the grammar
     allowed. Empty if the engine does not report it."""
+    _: KW_ONLY
     top: list[TopRow] = field(default_factory=list, compare=False)
     """The engine's likeliest ids in place of each token, if they were requested."""
     calls: int = field(default=0, compare=False)
