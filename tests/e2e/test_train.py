@@ -18,6 +18,7 @@ from tests.e2e.runs import ENVIRONMENT, REPO, ends, gone, held, metrics, trainin
 from tests.unprivileged import unprivileged
 from tidegate.program import advise_extra
 from tidegate.trainer.ledger.ledger import read_ledger
+from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.records.trajectories import read_lines
 
 
@@ -188,6 +189,43 @@ def test_a_run_whose_groups_are_all_filtered_shows_them_and_why_it_failed(tmp_pa
     for command in (f"view {run_dir}", f"{run_dir}/logs", f"doctor {run_dir}/config.toml", "--resume"):
         assert command in steps
     assert not [command for command in ("tidegate engine", "tidegate init") if command in steps]
+
+
+SOLVED = """
+import itertools
+from tidegate.envs.arithmetic import Arithmetic
+from tidegate.envs.rewards import Reward
+
+calls = itertools.count()
+
+def score(output):
+    number = next(calls)
+    return float(number % 2) if number < 80 else 1.0
+
+class Solved(Arithmetic):
+    rewards = (Reward("solved", score),)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_tasks_are_all_solved_completes_with_its_last_evaluation(tmp_path: Path) -> None:
+    run_dir = tmp_path / "solved"
+    (tmp_path / "solved.py").write_text(SOLVED)
+    few = [
+        "--trainer.group_size=2", "--trainer.groups_per_batch=2", "--eval.every=0", "--eval.tasks=4",
+        "--trainer.steps=200",
+    ]  # fmt: skip
+    with training(run_dir, f"--env.use={tmp_path}/solved.py:Solved", *few) as run:
+        assert run.wait() == 0, run.output()
+    ((status, why),) = ends(run_dir)
+    assert status == "completed"
+    assert "nothing is left to learn" in (why or "")
+    lines = read_metrics(run_dir)
+    assert 1 < len(lines) < 100
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert (lines[-1]["eval/reward"], lines[-1]["eval/reward_greedy"]) == (1.0, 1.0)
+    assert "reward/mean" in lines[-1]
+    assert held(run_dir).findings == []
 
 
 TOGETHER = """

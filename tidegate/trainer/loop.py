@@ -63,7 +63,6 @@ class Loop:
     async def run(self) -> None:
         """Train until `trainer.steps`, until an evaluation reaches `trainer.until`, until nothing is left to
         learn, or until `stop` is set and the current step is finished."""
-        metrics: dict[str, float] = {}
         while self.step < self.settings.steps:
             if self.roll_back is not None and self.requested():
                 await run_to_completion(self.roll_back())
@@ -71,7 +70,7 @@ class Loop:
             parts = await self._next_batch()
             if parts is None and self.solved is not None and not self.stop.is_set():
                 if evaluated := await self.evaluate(self.step, True):
-                    await run_to_completion(self.recorder.step(self.step, metrics | evaluated))
+                    await run_to_completion(self.recorder.evaluated(evaluated))
                 return
             if parts is None and not self.stop.is_set():
                 continue

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +43,36 @@ class MetricsLog(AppendedFile):
             TypeError: A value is not flat.
             OSError: The file cannot be written.
         """
-        head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
-        plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
+        text = _text(line)
         with failpoints.around("metrics.line"), naming(self.path):
-            self._file.write(json.dumps(plain, allow_nan=False) + "\n")
+            self._file.write(text)
             self._file.flush()
+
+    def add_to_last(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Add metrics to the newest line, as `append`; returns the line."""
+        *lines, last = read_metrics(self.path.parent)
+        last |= metrics
+        with naming(self.path):
+            self._rewrite([*lines, last])
+        return last
 
     def truncate_after(self, step: int) -> int:
         """Drop the lines of later steps, which a resumed run takes again. Returns the number dropped."""
         lines = read_metrics(self.path.parent)
         remaining = [line for line in lines if line["step"] <= step]
+        self._rewrite(remaining)
+        return len(lines) - len(remaining)
+
+    def _rewrite(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self._file.close()
         partial = self.path.with_name(f".{FILE}.partial")
         with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in remaining)
+            file.writelines(map(_text, lines))
             file.flush()
             os.fsync(file.fileno())
         with failpoints.around("metrics.truncated"):
             partial.replace(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        return len(lines) - len(remaining)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -87,6 +97,12 @@ def reached(run_dir: Path, trainer: TrainerSettings, step: int) -> str | None:
                 f"the held-out reward after step {step}, {reward}, reached trainer.until = {trainer.until:g}"
             )
     return None
+
+
+def _text(line: Mapping[str, Any]) -> str:
+    head = {"step": line["step"], "version": line["version"], "time": line.get("time", time.time())}
+    plain = {name: _plain(name, value) for name, value in {**head, **line}.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def _plain(name: str, value: Any) -> Value:

@@ -44,6 +44,10 @@ class Recorder:
     def __post_init__(self) -> None:
         self._previous = self.snapshot()
 
+    async def evaluated(self, metrics: dict[str, float]) -> None:
+        """Add an evaluation to the newest step's line."""
+        self.observer.step(await self.writer.run(self.log.add_to_last, metrics))
+
     async def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line. Step 0 is the evaluation before the first step."""
         line = self.line(step, metrics)

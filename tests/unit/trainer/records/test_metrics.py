@@ -80,7 +80,10 @@ def test_abandoned_steps_are_dropped_on_resume(tmp_path):
     with MetricsLog(tmp_path) as log:
         assert log.truncate_after(5) == 2
         log.append({"step": 6, "version": 8, "loss": 0.5})
+        added = log.add_to_last({"eval/reward": 1.0, "lost": math.nan})
     lines = read_metrics(tmp_path)
+    assert (lines[-1]["loss"], lines[-1]["eval/reward"], lines[-1]["lost"]) == (0.5, 1.0, None)
+    assert added["eval/reward"] == 1.0
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["version"] for line in lines] == [1, 2, 3, 4, 5, 8]
     assert lines[2]["loss"] == 1.0
