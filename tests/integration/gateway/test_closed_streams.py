@@ -20,7 +20,7 @@ from tests.journal_copy import copy_journal
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.trainer.batch.rows import rows_of
-from tidegate.types import CLIENT_CLOSED, Trajectory, VersionSpan
+from tidegate.types import CLIENT_CLOSED, Sampling, Trajectory, VersionSpan
 
 __all__ = ["stage"]
 REPLY = "Thought: I add. Observation: 42 and more"
@@ -105,6 +105,8 @@ async def responses_again(client: Client, said: str) -> None:
     await client.openai.responses.create(model="m", input=history)
 
 
+LISTED = Sampling(top_logprobs=2)
+"""With it, each token is recorded with likeliest ids that begin with itself."""
 Ask = Callable[[Client, str], Awaitable[Any]]
 DIALECTS = pytest.mark.parametrize(
     ("ask", "again"),
@@ -127,6 +129,9 @@ def spoken(stage: Stage, text: str = REPLY, read: int = READ) -> tuple[list[int]
 
 def assert_trained_once(trajectory: Trajectory) -> None:
     rows = rows_of(trajectory, 1.0)
+    for turn in trajectory.turns:
+        assert turn.top_ids is not None
+        assert turn.top_ids.reshape(-1, 2)[:, 0].tolist() == turn.output_ids.tolist(), "its own list"
     assert sum(row.trained for row in rows) == trajectory.sampled_tokens()
     for row in rows:
         assert (row.versions[row.mask] == 0).all()
@@ -134,7 +139,7 @@ def assert_trained_once(trajectory: Trajectory) -> None:
 
 @DIALECTS
 async def test_a_stream_that_is_closed_is_a_turn_and_is_extended(stage: Stage, ask: Ask, again: Ask) -> None:
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     ids, text = spoken(stage)
     async with client_of(stage, access) as client:
         assert await ask(client, text) == text
@@ -161,7 +166,7 @@ async def test_a_shorter_quote_is_continued_and_the_rest_is_trained_too(
     stage: Stage, ask: Ask, again: Ask
 ) -> None:
     """The client stops at a word of its own; more was on its way to it."""
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     ids, text = spoken(stage)
     quoted = text[: text.index("Observ")].rstrip()
     async with client_of(stage, access) as client:
@@ -184,7 +189,7 @@ async def test_a_shorter_quote_is_continued_and_the_rest_is_trained_too(
 
 
 async def test_a_stream_that_is_cancelled_after_a_tool_call(stage: Stage) -> None:
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     ids = stage.say(f"Let me see. {CALL}\nIt must be 3, I think")
     whole = len(stage.gateway.renderer.encode(f"Let me see. {CALL}"))
     stage.engine.faults.append(Fault("pause", whole + 4))
@@ -214,7 +219,7 @@ async def test_a_stream_that_is_cancelled_after_a_tool_call(stage: Stage) -> Non
 
 @DIALECTS
 async def test_a_session_that_ends_with_a_closed_stream(stage: Stage, ask: Ask, again: Ask) -> None:
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     ids, text = spoken(stage)
     async with client_of(stage, access) as client:
         await ask(client, text)
@@ -235,7 +240,7 @@ async def test_a_session_that_ends_with_an_open_stream(stage: Stage) -> None:
 
 
 async def test_a_retry_of_a_closed_stream_counts_instead_of_it(stage: Stage) -> None:
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     _, text = spoken(stage)
     stage.say("another one")
     async with client_of(stage, access) as client:
@@ -247,7 +252,7 @@ async def test_a_retry_of_a_closed_stream_counts_instead_of_it(stage: Stage) -> 
 
 async def test_a_part_of_a_character_and_of_a_marker_is_not_delivered(stage: Stage) -> None:
     """What the gateway still held back when the client left is no part of the turn."""
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     ids = stage.say("So be it <tool_call>\n{}")
     end = len(stage.gateway.renderer.encode("So be it"))
     stage.engine.faults.append(Fault("pause", len(ids) - 2))
@@ -258,7 +263,7 @@ async def test_a_part_of_a_character_and_of_a_marker_is_not_delivered(stage: Sta
 
 
 async def test_every_choice_of_a_closed_stream_keeps_its_own_part(stage: Stage) -> None:
-    access, _ = await opened(stage)
+    access, _ = await opened(stage, sampling=LISTED)
     parts = [spoken(stage, text, read)[1] for text, read in (("short", 3), ("a longer one", 6))]
     async with client_of(stage, access) as client:
         made = await client.openai.chat.completions.create(model="m", messages=[USER], stream=True, n=2)
@@ -289,7 +294,7 @@ async def test_a_closed_stream_outlives_the_gateway(
     model: Path, tmp_path: Path, ask: Ask, again: Ask, shorter: int
 ) -> None:
     async with staged(model, journal=tmp_path / "journal") as first:
-        access = await first.client.open_session(task=TASK)
+        access = await first.client.open_session(task=TASK, sampling=LISTED)
         ids, text = spoken(first)
         async with client_of(first, access) as client:
             await ask(client, text)
@@ -326,7 +331,7 @@ async def test_a_closed_stream_that_was_retried_is_not_counted_after_a_kill(
     model: Path, tmp_path: Path
 ) -> None:
     async with staged(model, journal=tmp_path / "journal") as first:
-        access = await first.client.open_session(task=TASK)
+        access = await first.client.open_session(task=TASK, sampling=LISTED)
         _, text = spoken(first)
         first.say("another one")
         async with client_of(first, access) as client:
