@@ -21,18 +21,17 @@ from common import Check, parser_of, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-CLIENTS, CURRICULUM, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "curriculum", "streaks"))
+CLIENTS, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "streaks"))
 VERSIONS, IN_FLIGHT, CURSOR = (
     CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight", "cursor")
 )
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, CURRICULUM, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
     "tests/unit/trainer/admission/test_blame.py",
     "tests/unit/trainer/admission/test_clients.py",
-    "tests/unit/trainer/admission/test_curriculum.py",
     "tests/unit/trainer/admission/test_pace.py",
     "tests/unit/trainer/ledger/test_recovery.py",
     "tests/unit/trainer/ledger/test_versions.py",
@@ -138,14 +137,6 @@ FAULTS = [
     Fault("groups_start_while_it_goes_live", "        self.publishing = True\n        self._record", "        self._record", VERSIONS),
     Fault("the_gate_stays_shut", "        self.live = version\n        self.publishing = False\n", "        self.live = version\n", VERSIONS),
     Fault("a_resume_forgets_roll_backs", 'self.abandoned |= set(range(line["to"] + 1, line["version"] + 1))', "pass", RESUME),
-    Fault("a_resume_forgets_what_was_chosen", "            self._recycled.extend(TaskTicket(index) for index in sorted(chosen) if index >= self._index)\n", "", CURSOR),
-    Fault("a_resume_issues_committed_tasks", "for index in sorted(chosen) if index >= self._index)", "for index in sorted(chosen))", CURSOR),
-    Fault("a_resume_chooses_again", "            self._index = max(self._index, 1 + max(chosen, default=-1))\n", "", CURSOR),
-    Fault("a_resume_forgets_records", "        self.curriculum.restore(groups)\n", ""),
-    Fault("records_of_lost_steps_count", " and not group.after_marker", "", CURRICULUM),
-    Fault("records_are_out_of_order", "sorted(groups, key=lambda group: group.ended_at)", "groups", CURRICULUM),
-    Fault("uniform_asks_for_tasks", "if task_at is not None and self._curriculum.floor < 1:", "if task_at is not None:", CURSOR),
-    Fault("no_floor", "max(self.floor, (informative / unknown) ** SHARPNESS)", "(informative / unknown) ** SHARPNESS", CURRICULUM),
     Fault("ended_twice_in_the_count", "        self.group_counts[State.LIVE] -= 1\n", "", IN_FLIGHT),
 ]  # fmt: skip
 

@@ -241,11 +241,6 @@ class Settings(SettingsSection):
                 'agent.source = "client" needs gateway.keys, the file with the keys of its clients: '
                 "tidegate keys create NAME makes one"
             )
-        if source == "client" and self.trainer.curriculum.name != "uniform":
-            raise ValueError(
-                f'trainer.curriculum.name = "{self.trainer.curriculum.name}" has no effect with '
-                'agent.source = "client": clients choose the tasks'
-            )
         if source != "client" and gateway.keys is not None:
             raise ValueError(f'gateway.keys is for agent.source = "client"; it has no effect with "{source}"')
         if source == "client" and self.trainer.until is not None:

@@ -43,12 +43,7 @@ def test_a_small_run_is_interrupted_and_goes_on_to_its_target(tmp_path: Path) ->
 
     # Every reward reaches 0: the run ends at the next evaluation.
     end = audit.steps + 2 - audit.steps % 2
-    settings = [
-        "--trainer.steps=900",
-        "--eval.every=2",
-        "--trainer.until=0",
-        "--trainer.curriculum.name=difficulty",
-    ]
+    settings = ["--trainer.steps=900", "--eval.every=2", "--trainer.until=0"]
     with training(run_dir, "--resume", *settings) as run:
         assert run.wait() == 0, run.output()
     output = " ".join(run.output().split())
@@ -66,8 +61,6 @@ def test_a_small_run_is_interrupted_and_goes_on_to_its_target(tmp_path: Path) ->
     assert max(line["staleness/max"] for line in lines[1:]) <= 2
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3
     every_key_is_documented_and_there(lines)
-    assert 0 < lines[-1]["curriculum/informative"] <= 1
-    assert lines[-1]["curriculum/skipped"] >= 0
     audit = held(run_dir)
     assert (audit.groups["trained"], audit.attempts["trained"]) == (4 * end, 16 * end)
     assert audit.groups["stepped"] == audit.groups["live"] == 0

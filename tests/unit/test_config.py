@@ -82,7 +82,6 @@ def test_the_context_of_embedded_engines_bounds_no_others() -> None:
 
 
 DECOUPLED = ["--trainer.loss.name", "decoupled_ppo", "--trainer.minibatches", "2"]
-DIFFICULTY = ["--trainer.curriculum.name=difficulty"]
 STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
 
 
@@ -239,14 +238,6 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             [*MODEL, "--trainer.baseline", "batch", "--trainer.dynamic_sampling", "true"],
             "dynamic_sampling has no effect with baseline = 'batch'",
         ),
-        ([*MODEL, "--trainer.curriculum.floor=0.2"], 'floor is for name = "difficulty"'),
-        ([*MODEL, "--trainer.curriculum.name=hard"], "trainer.curriculum.name = 'hard': input should be 'un"),
-        ([*MODEL, "--trainer.curriculum=difficulty"], "its settings are trainer.curriculum.name"),
-        (
-            [*MODEL, *DIFFICULTY, "--trainer.group_size=1", "--trainer.baseline=batch"],
-            "needs groups whose rewards can differ, but group_size is 1",
-        ),
-        ([*CLIENT, *DIFFICULTY], 'has no effect with agent.source = "client": clients choose the tasks'),
         ([*MODEL, "--trainer.promotion.share=0.5"], 'share is for mode = "canary"'),
         ([*MODEL, "--trainer.promotion.margin=0.5"], 'margin has no effect with mode = "always"'),
         ([*MODEL, "--trainer.promotion.mode=canary"], 'needs agent.source = "client", not "local"'),
@@ -384,6 +375,21 @@ def test_settings_outside_their_section_are_refused_with_the_section(
     ]
 
 
+def test_a_run_with_a_removed_section_is_refused_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[model]\npath = "m"\n[trainer.curriculum]\nname = "uniform"\nfloor = 0.05\n')
+    assert main(["train", str(file), "--resume"]) == ConfigError.exit_code
+    assert capsys.readouterr().err == (
+        f"tidegate: {file}: there is no setting 'trainer.curriculum'; it was removed, as its choice of tasks "
+        "saved no tokens: remove the section, and every training task is issued in the environment's order\n"
+    )
+    for given in ("--trainer.curriculum.name=difficulty", "--trainer.curriculum.floor"):
+        assert main(["train", "--model.path=m", given]) == ConfigError.exit_code
+        assert "it was removed" in capsys.readouterr().err
+
+
 def test_an_unknown_setting_is_named_with_the_place_that_has_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -490,9 +496,6 @@ def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(t
     assert other.engine.max_slots == EngineSettings().max_slots
     again = overlay(plain, ["--trainer.loss.name=gspo", "--trainer.loss.clip_low=0.1"])
     assert again.trainer.loss == GSPOLoss(clip_low=0.1)
-    hard = overlay(plain, ["--trainer.curriculum.name=difficulty", "--trainer.curriculum.floor=0.2"])
-    assert hard.trainer.curriculum.floor == 0.2
-    assert overlay(hard, ["--trainer.curriculum.name=uniform"]) == plain
     same = overlay(plain, ["--trainer.loss.name=dapo"])
     assert same.trainer.loss == plain.trainer.loss
     path.write_text(dump(other))
@@ -564,10 +567,6 @@ def test_criteria_are_given_as_tables(tmp_path: Path) -> None:
             "baseline has no effect with teacher",
         ),
         (["url=http://t", "reward_weight=0", "--trainer.dynamic_sampling=true"], "dynamic_sampling has no"),
-        (
-            ["url=http://t", "reward_weight=0", "--trainer.curriculum.name=difficulty"],
-            "curriculum has no effect",
-        ),
         (["url=http://t", "--trainer.group_size=1"], "has nothing to compare a single episode"),
         (["path=m", "--engine.kind=sglang", "--engine.python=p"], "trainer.teacher.path needs engine.kind"),
     ],

@@ -427,10 +427,17 @@ USUAL_NAMES = {
     "max_model_len": "max_context", "off_policy_steps": "max_staleness", "data": "options",
 }  # fmt: skip
 """Setting names of other projects → ours."""
+REMOVED = {
+    "trainer.curriculum": "it was removed, as its choice of tasks saved no tokens: remove the section, and "
+    "every training task is issued in the environment's order",
+}
+"""Sections of earlier versions → why they are gone, and what to do."""
 
 
 def _instead(key: str, model: type[BaseModel]) -> str:
-    """Returns the settings of a section, or the nearest name."""
+    """Returns why a section was removed, the settings of a section, or the nearest name."""
+    if gone := [why for section, why in REMOVED.items() if is_within(key, [section])]:
+        return f"; {gone[0]}"
     known = [name for name, _, _ in known_keys(model)]
     if inside := [name for name in known if is_within(name, [key])]:
         return f"; its settings are {', '.join(inside)}"

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.settings.curriculum import CurriculumSettings
 from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import Processes, SettingsSection
@@ -121,8 +120,6 @@ class TrainerSettings(SettingsSection):
     """Tests of versions before they go live."""
     gate_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of the wait that `max_stale_share` causes."""
-    curriculum: CurriculumSettings = CurriculumSettings()
-    """Which training tasks are issued."""
     dynamic_sampling: bool | None = None
     """Drop and replace groups whose rewards are all equal; off: they are trained on with advantage 0. None:
     on, except with `baseline` = batch or key, to which such groups contribute, and with a teacher, which
@@ -234,11 +231,6 @@ class TrainerSettings(SettingsSection):
             raise ValueError(
                 f"min_group_size = {self.min_group_size} is more than group_size = {self.group_size}"
             )
-        if self.curriculum.name == "difficulty" and self.group_size == 1:
-            raise ValueError(
-                "curriculum.name = 'difficulty' needs groups whose rewards can differ, but group_size is 1: "
-                "raise it to 2 or more, or set curriculum.name to 'uniform'"
-            )
         if self.length_penalty is not None and not 0 <= self.length_penalty[0] < self.length_penalty[1]:
             raise ValueError(
                 f"length_penalty = {list(self.length_penalty)}: it must be two increasing numbers ≥ 0"
@@ -293,7 +285,7 @@ class TrainerSettings(SettingsSection):
 
     def _check_teacher_alone(self) -> None:
         """Raises ValueError if a setting concerns rewards, which have no weight."""
-        names = ("baseline", "dynamic_sampling", "advantage_scale", "length_penalty", "curriculum")
+        names = ("baseline", "dynamic_sampling", "advantage_scale", "length_penalty")
         if idle := [name for name in self.other_than_default(*names) if getattr(self, name) is not False]:
             raise ValueError(
                 f"{idle[0]} has no effect with teacher.reward_weight = 0, as no reward is learned from: "

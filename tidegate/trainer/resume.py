@@ -176,10 +176,7 @@ def _state(past: LedgerState, name: str, phase: Phase) -> GroupState:
     issued, attempts = past.groups[name].issued, past.live_attempts(name)
     slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
     ticket = TaskTicket(issued["index"]) if "index" in issued else None  # None: a client formed it
-    kind = issued.get("task_kind", "")
-    return GroupState(
-        name, issued["task"], ticket, slots, phase=phase, client=issued.get("client"), task_kind=kind
-    )
+    return GroupState(name, issued["task"], ticket, slots, phase=phase, client=issued.get("client"))
 
 
 def _progress(state: Mapping[str, Any]) -> AdmissionProgress:

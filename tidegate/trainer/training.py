@@ -484,7 +484,6 @@ class Training:
             "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
             "version": float(admission.version),
-            **admission.curriculum.metrics(),
             **self.pause.metrics(),
             **self.tokens.metrics(),
             **({} if self.teacher is None else self.teacher.metrics()),

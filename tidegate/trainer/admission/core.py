@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal_reason
-from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.cursor import TaskCursor
 from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
 from tidegate.trainer.admission.outage import Outage
@@ -43,7 +42,7 @@ from tidegate.trainer.admission.streaks import Streaks
 from tidegate.trainer.admission.versions import PolicyVersions
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry, failure_cause
 from tidegate.trainer.ledger.state import LedgerItem
-from tidegate.types import Group, Outcome, Task
+from tidegate.types import Group, Outcome
 
 
 class Admission:
@@ -77,13 +76,13 @@ class Admission:
         """Groups that ended stale, by the staleness of their oldest token."""
         """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
         self.versions = PolicyVersions(rules, record, version)
-        self.curriculum = Curriculum(rules.floor, rules.group_size, rules.seed, step=step)
         self.outage = Outage(record)
         self.pace = Pace(deadline_s=rules.deadline_s, tokens=rules.reply_tokens)
-        self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace, self.curriculum)
-        self._cursor = TaskCursor(self.curriculum)
+        self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace)
+        self._cursor = TaskCursor()
         self._record = record
         self._number = 0
+        self._steps_taken = step
 
     @property
     def version(self) -> int:
@@ -142,15 +141,11 @@ class Admission:
         if self.rules.steps is None:
             return None
         to_train = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
-        return (self.rules.steps - self.curriculum.step) * self.rules.groups_per_batch - to_train
+        return (self.rules.steps - self._steps_taken) * self.rules.groups_per_batch - to_train
 
-    def next_ticket(self, task_at: Callable[[int], Task] | None = None) -> TaskTicket:
-        """Return the ticket of the next task: recycled ones first, then new ones.
-
-        Args:
-            task_at: Index → training task; None: no task is skipped.
-        """
-        return self._cursor.next(task_at)
+    def next_ticket(self) -> TaskTicket:
+        """Return the ticket of the next task: recycled ones first, then new ones."""
+        return self._cursor.next()
 
     def start_group(self, ticket: TaskTicket, task: str, task_kind: str = "") -> GroupState | None:
         """Issue a group. Returns None, and uses up the ticket, if the task is quarantined."""
@@ -160,7 +155,7 @@ class Admission:
             raise LedgerError(f"cannot start a group for task {task}: {blocked}")
         self._number += 1
         slots = [Slot() for _ in range(self.rules.group_size)]
-        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots, task_kind=task_kind)
+        group = GroupState(f"g{self.epoch}-{self._number:06d}", task, ticket, slots)
         self._in_flight.issue(
             group, index=ticket.index, version=self.version, replaces=ticket.replaces, task_kind=task_kind
         )
@@ -386,7 +381,7 @@ class Admission:
 
     def step(self, selection: BatchSelection, step: int) -> None:
         """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
-        self.curriculum.step = step
+        self._steps_taken = step
         self.streaks.step()
         self._in_flight.step(selection, step)
 
@@ -451,13 +446,11 @@ class Admission:
         return self._cursor.progress(filter(None, live))
 
     def restore(self, progress: AdmissionProgress, groups: Iterable[LedgerItem] = ()) -> None:
-        """Restore a checkpoint's progress, and the records of all groups of the ledger."""
-        groups = list(groups)
-        self.curriculum.restore(groups)
+        """Restore a checkpoint's progress, and the counts of all groups of the ledger."""
         for group in groups:
             if group.state is State.FILTERED:
                 self._count_filtered(group.solved, group.episodes)
-        self._cursor.restore(progress, groups)
+        self._cursor.restore(progress)
 
     def resume_group(self, group: GroupState) -> None:
         """Resume a group of an earlier epoch: ready, or leased if the trainer has its tokens.

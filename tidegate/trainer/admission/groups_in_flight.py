@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import Rules
@@ -22,7 +21,6 @@ class GroupsInFlight:
         record: Receives every ledger entry, in order.
         outage: Is notified of attempts that start or are cancelled.
         pace: Is notified of attempts that are cancelled.
-        curriculum: Receives the results of groups that ended.
     """
 
     def __init__(
@@ -31,7 +29,6 @@ class GroupsInFlight:
         record: Callable[[LedgerEntry], None],
         outage: Outage,
         pace: Pace,
-        curriculum: Curriculum,
     ) -> None:
         self.by_id: dict[str, GroupState] = {}
         self.group_counts: Counter[State] = Counter()
@@ -44,7 +41,6 @@ class GroupsInFlight:
         self._record = record
         self._outage = outage
         self._pace = pace
-        self._curriculum = curriculum
         self._attempts: dict[str, tuple[str, int]] = {}
 
     def issue(self, group: GroupState, **details: object) -> None:
@@ -96,13 +92,9 @@ class GroupsInFlight:
                 self.end_attempt(slot.running, State.CANCELLED, Outcome.CANCELLED, f"group {state}")
         self.group_counts[State.LIVE] -= 1
         self.group_counts[state] += 1
-        episodes = len(group.successful_attempts())
         if group.solved is not None:
-            details |= {"solved": group.solved, "episodes": episodes}
+            details |= {"solved": group.solved, "episodes": len(group.successful_attempts())}
         self._record(entry("group", "ended", id=group.id, state=state.value, **details))
-        if group.solved is not None and group.ticket is not None:
-            step = self._curriculum.step
-            self._curriculum.observe(group.task, group.task_kind, group.solved, episodes, step)
 
     def select(self, chosen: Sequence[str]) -> list[GroupState]:
         """Take leased groups for a batch, and return them."""

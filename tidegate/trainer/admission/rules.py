@@ -35,10 +35,6 @@ class Rules:
     """Largest share of a batch that the groups of one client may have."""
     steps: int | None = None
     """Steps of the run; None if groups may be filtered, as the groups needed are then unknown."""
-    floor: float = 1.0
-    """Least probability with which a task is issued; 1: the curriculum is uniform."""
-    seed: int = 0
-    """Seed of the curriculum."""
 
     @classmethod
     def of(cls, settings: Settings) -> Rules:
@@ -59,8 +55,6 @@ class Rules:
             reply_tokens=settings.sampling.max_tokens,
             client_share=trainer.max_client_share,
             steps=None if trainer.may_filter else trainer.steps,
-            floor=trainer.curriculum.floor if trainer.curriculum.name == "difficulty" else 1.0,
-            seed=settings.run.seed,
         )
 
     def for_ledger(self) -> dict[str, int | None]:

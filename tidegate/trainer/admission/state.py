@@ -73,7 +73,6 @@ class GroupState:
     newest: int | None = None
     client: str | None = None
     """Name of the key of the client that formed it."""
-    task_kind: str = ""
     solved: int | None = None
     """Number of solved episodes; None until it is leased."""
 

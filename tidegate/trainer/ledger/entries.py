@@ -86,7 +86,7 @@ class LedgerEntry(TypedDict, total=False):
     task: str
     """Id of the task."""
     task_kind: str
-    """Kind of the task, for the curriculum."""
+    """Kind of the task (`Task.kind`)."""
     index: int
     """Index of the task in the environment's training split."""
     version: int

@@ -49,8 +49,6 @@ class LedgerItem:
     episodes: int = 0
     steps_taken: int = 0
     """Steps of the run when it ended, including its own."""
-    after_marker: bool = False
-    """It ended after the marker that a later start resumed from."""
     discarded: bool = False
     """It ended `stepped` after the marker that a later start resumed from, and is not restored yet."""
 
@@ -149,7 +147,6 @@ class LedgerState:
         version of each start from this marker, whose weights are the marker's.
         """
         for item in [*self.groups.values(), *self.attempts.values()]:
-            item.after_marker |= item.ended_at >= position
             item.discarded |= item.state is State.STEPPED and item.ended_at >= position
         self.abandoned |= {
             line["version"]
@@ -209,7 +206,7 @@ def has_weights_of_marker(line: LedgerEntry, position: int) -> bool:
 
 
 def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
-    item.state, item.ended_at, item.after_marker = state, line.get("seq", -1), False
+    item.state, item.ended_at = state, line.get("seq", -1)
     item.ended_time = line.get("time")
     item.outcome, item.why = line.get("outcome"), line.get("why")
     item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)

@@ -188,7 +188,7 @@ def remedy_of_equal_groups(solved: float, failed: float, cut: float) -> str:
             "engine.max_context or the agent's own max_tokens, or ask for shorter replies."
         )
     if solved > failed:
-        return "The tasks are too easy: take harder ones, set trainer.curriculum, or end the run."
+        return "The tasks are too easy: take harder ones, or end the run."
     return (
         "The tasks are too hard: take easier ones, give partial credit in the reward, raise "
         "trainer.group_size, or fine-tune first (tidegate sft)."

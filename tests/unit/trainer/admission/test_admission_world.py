@@ -23,7 +23,6 @@ WORLDS = st.builds(
     max_infra_attempts=st.integers(1, 4),
     max_stale_retries=st.integers(0, 2),
     max_running=st.sampled_from([2, 5, 1000]),
-    floor=st.sampled_from([0.05, 0.5, 1.0]),
 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.cli import main
 from tidegate.config import Settings
 from tidegate.errors import TidegateError
@@ -20,7 +21,7 @@ from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.ledger.tasks import TaskRecord, task_records
 from tidegate.trainer.records.lift_requests import lift_requested, request_lift, requested_lifts
-from tidegate.types import Outcome
+from tidegate.types import Group, Outcome, Task
 
 RULES = Rules(
     groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=1, max_attempts=2, max_infra_attempts=2
@@ -209,3 +210,30 @@ def test_the_audit_knows_which_attempts_an_outage_touched(stage: Stage, details:
     found = audit_run(stage.dir).findings
     why = "there was no outage" if "spared" in details else "failed 3 times; max_infra_attempts is 2"
     assert any(why in finding for finding in found), found
+
+
+@pytest.mark.parametrize(
+    ("rewards", "solved"),
+    [
+        ((1, 1, 1), 3), ((0, 0, 0), 0), ((-1, -1), 0), ((1, 0, 0), 1), ((0.1, 0.2, 0.9), 1),
+        ((-1, 1, 1), 2), ((0.3, 0.3 + 1e-12), 2), ((5, 6), 1),
+    ],
+)  # fmt: skip
+def test_a_group_whose_rewards_differ_is_neither_all_solved_nor_all_failed(
+    rewards: tuple[float, ...], solved: int
+) -> None:
+    members = [make_trajectory([make_turn(0, None, [1], [2])]) for _ in rewards]
+    for trajectory, reward in zip(members, rewards, strict=True):
+        trajectory.reward = reward
+    assert Group("g", "t", members).solved() == solved
+
+
+@pytest.mark.parametrize(
+    ("info", "kind"),
+    [
+        ({}, "env"), ({"kind": "a"}, "env/a"), ({"template": "b"}, "env/b"), ({"kind": 3}, "env"),
+        ({"kind": "a", "template": "b"}, "env/a"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_a_task_is_named_by_its_info(info: dict[str, object], kind: str) -> None:
+    assert Task("t", "env", [], info=info).kind == kind

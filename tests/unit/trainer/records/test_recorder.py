@@ -16,7 +16,6 @@ from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
 from tidegate.settings.teacher import TeacherSettings
-from tidegate.trainer.admission.curriculum import Curriculum
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, failure_cause
@@ -176,7 +175,6 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         *_of_a_step_with_a_reference(tmp_path),
         *_of_an_evaluation(),
         *_of_what_was_lost(),
-        *_of_a_curriculum(),
         *_of_failures(),
         *_of_a_judge(),
         *_of_a_teacher(tmp_path / "distilled"),
@@ -228,12 +226,6 @@ def _of_what_was_lost() -> dict[str, float]:
     ages = age_metrics({3: 1, 6: 2})
     assert ages == {"staleness_dropped/mean": 5.0, "staleness_dropped/max": 6.0}
     return {**lost, **ages}
-
-
-def _of_a_curriculum() -> dict[str, float]:
-    curriculum = Curriculum(0.5, 2, 0)
-    assert curriculum.accepts(0, Task("t1", "test", []))
-    return curriculum.metrics()
 
 
 def _of_failures() -> dict[str, float]:
