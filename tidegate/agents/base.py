@@ -13,14 +13,15 @@ read every file that their user can read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
+import math
 import time
 import uuid
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -144,10 +145,11 @@ class Session:
         Args:
             train: False for auxiliary calls: they are recorded but never trained on.
         """
+        remaining = self.remaining()
         return _shared_async(asyncio.get_running_loop()).with_options(
             base_url=self.base_url,
             api_key=self.api_key,
-            timeout=self.remaining(),
+            timeout=remaining if remaining < math.inf else None,  # aiohttp takes no infinite one
             default_headers={} if train else UNTRAINED,
         )
 
@@ -273,18 +275,28 @@ def load_agent(use: str, options: Mapping[str, Any]) -> Agent:
 
 # Constructing an AsyncOpenAI takes about 20 ms of CPU, deriving one from another 0.05 ms. Connections
 # belong to an event loop, so there is one client per loop.
-_clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI] = weakref.WeakKeyDictionary()
+_clients: dict[asyncio.AbstractEventLoop, tuple[AsyncOpenAI, AsyncGenerator[None, None]]] = {}
 
 
 def _shared_async(loop: asyncio.AbstractEventLoop) -> AsyncOpenAI:
-    client = _clients.get(loop)
-    if client is None:
+    if loop not in _clients:
         from tidegate.agents.sdk.client import new_openai
 
-        client = _clients[loop] = new_openai(
-            base_url="http://unset.invalid", api_key="unset", max_retries=RETRIES
-        )
-    return client
+        client = new_openai(base_url="http://unset.invalid", api_key="unset", max_retries=RETRIES)
+        closing = _close_with_loop(loop)
+        with contextlib.suppress(StopIteration):
+            closing.__anext__().send(None)  # runs it up to its yield, by which the loop knows it
+        _clients[loop] = client, closing
+    return _clients[loop][0]
+
+
+async def _close_with_loop(loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
+    """Closes a loop's client when the loop ends, as `asyncio.run` then closes its generators. aiohttp reports
+    a session that is not closed as an error."""
+    try:
+        yield
+    finally:
+        await _clients.pop(loop)[0].close()
 
 
 @functools.cache

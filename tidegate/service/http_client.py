@@ -2,13 +2,82 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+import select
+from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
 from yarl import URL
+
+_TICKS = 20
+
+
+@contextlib.asynccontextmanager
+async def delay_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
+    """Raises TimeoutError after `seconds`, and not before the loop has run _TICKS iterations. With thousands
+    of concurrent sessions the event loop is late by seconds. A wall-clock timeout would then fail connections
+    that were established but not yet processed, and quarantine a healthy engine."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as timeout:
+
+        def tick(remaining: int) -> None:
+            if remaining == 0:
+                timeout.reschedule(loop.time())
+            else:
+                next_tick[:] = [loop.call_later(seconds / _TICKS, tick, remaining - 1)]
+
+        next_tick: list[asyncio.TimerHandle] = []
+        tick(_TICKS)
+        try:
+            yield
+        finally:
+            next_tick[0].cancel()
+
+
+class DelayTolerantConnector(aiohttp.TCPConnector):
+    """Connections without a limit of their number, from an event loop that may be late by seconds.
+
+    Args:
+        connect_s: Timeout of a connection in seconds, by `delay_tolerant_timeout`.
+        keepalive_s: Seconds for which an idle connection is kept. Less than the servers' own, so that a
+            server does not close a connection as a request is sent.
+    """
+
+    def __init__(self, connect_s: float, keepalive_s: float) -> None:
+        super().__init__(limit=0, keepalive_timeout=keepalive_s)
+        self._connect_s = connect_s
+        self._new: set[Any] = set()
+        """Protocols of connections that no request has used."""
+
+    async def connect(self, *arguments: Any, **options: Any) -> Any:
+        """Returns a connection that the server has not closed, or sent anything on, while it was idle."""
+        while True:
+            connection: Any = await super().connect(*arguments, **options)
+            protocol = connection.protocol
+            if protocol in self._new:
+                self._new.remove(protocol)
+                return connection
+            # aiohttp sees a close only once the event loop has processed it, and would give bytes that were
+            # received while idle to the next request as its reply.
+            if not protocol.should_close and not _is_readable(protocol.transport):
+                return connection
+            connection.close()
+
+    async def _create_connection(self, *arguments: Any, **options: Any) -> Any:
+        async with delay_tolerant_timeout(self._connect_s):
+            protocol = await super()._create_connection(*arguments, **options)
+        self._new.add(protocol)
+        return protocol
+
+
+def _is_readable(transport: asyncio.Transport) -> bool:
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 class RedirectError(aiohttp.ClientError):

@@ -4,46 +4,60 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import aiohttp
 import orjson
+from yarl import URL
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
-from tidegate.service.http1.client import Http1Client, delay_tolerant_timeout
-from tidegate.service.http1.connection import Http1Reply
-from tidegate.service.http1.errors import ConnectionLost
-from tidegate.service.http1.origin import Origin, parse_url
-from tidegate.service.http_client import error_in
+from tidegate.service.http_client import (
+    DelayTolerantConnector,
+    HttpClient,
+    delay_tolerant_timeout,
+    engine_headers,
+    error_in,
+)
 
 _REFUSALS = frozenset({400, 422})
 _RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
-MAX_EVENT = 256 * 2**20
-"""Bytes of one event of a stream."""
+MAX_EVENT = MAX_BODY = 256 * 2**20
+"""Bytes of one event of a stream, and of a reply that is read as a whole."""
+_REST_S = 1.0
+"""Seconds in which the end of a stream must follow its last event for the connection to be kept."""
 
 
 class ProbeTimeout(Exception):
     """An engine accepted the connection but did not answer within the probe timeout."""
 
 
-class EngineClient:
+class EngineClient(HttpClient):
     """HTTP client of all engines, with their key."""
 
     def __init__(self, connect_s: float, probe_timeout_s: float, key: str | None = None) -> None:
-        # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
-        self._http = Http1Client(connect_s, keepalive_s=3.0)
-        self._connect_s = connect_s
+        super().__init__(connect_s=connect_s)
         self._probe_timeout_s = probe_timeout_s
         self._key = key
         self._aborts: set[asyncio.Task[None]] = set()
+
+    def _connect(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            # Servers close idle connections after 5 s or more; closing earlier avoids a race with them.
+            connector=DelayTolerantConnector(self._connect_s, keepalive_s=3.0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),  # a compressed reply would cost time
+        )
 
     async def close(self) -> None:
         """Waits up to 2 s for pending aborts, then closes the connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=2.0)
-        await self._http.close()
+        await super().close()
 
     async def generate(
         self,
@@ -57,27 +71,38 @@ class EngineClient:
         likeliest ids that the body requests. Raises
         RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
         invalid, OSError if the connection fails."""
-        with await self._post(url, "/generate", body) as reply:
-            if reply.status != 200:
-                raise _refused(url, reply.status, await reply.read(), dict(reply.headers))
-            if not stream:
-                take(read_reply(_load(url, await reply.read()), top_logprobs=top_logprobs))
-                return
-            buffer = b""
-            while chunk := await reply.piece():
-                events = (buffer + chunk).split(b"\n\n")
-                buffer = events.pop()
-                if len(buffer) > MAX_EVENT:
-                    raise EngineError(f"{url} sent an event of more than {MAX_EVENT} bytes")
-                data = [event[5:].strip() for event in events if event.startswith(b"data:")]
-                data = [event for event in data if event != b"[DONE]"]
-                if data:  # events are cumulative: the newest contains the others
-                    piece = read_reply(_event(url, data[-1]), partial=True, top_logprobs=top_logprobs)
-                    take(piece)
-                    if piece.finish:
-                        reply.release()
-                        return
-            raise ConnectionLost("the stream ended before the finish event")
+        try:
+            reply = await self._post(url, "/generate", body)
+            try:
+                if reply.status != 200:
+                    raise _refused(url, reply, await _read(url, reply))
+                if not stream:
+                    data = await _read(url, reply)
+                    take(read_reply(_load(url, data), top_logprobs=top_logprobs))
+                    return
+                await _read_events(url, reply, take, top_logprobs)
+                if not reply.closed:  # aiohttp keeps the connection once the end of the stream arrives
+                    asyncio.get_running_loop().call_later(_REST_S, reply.close)
+            except BaseException:
+                reply.close()
+                raise
+        except aiohttp.ClientError as error:
+            raise self._connection_error(error) from error
+
+    def _connection_error(self, error: aiohttp.ClientError) -> OSError:
+        """Returns the OSError that describes a failure of aiohttp, with the `errno` of its cause."""
+        if isinstance(error, aiohttp.ConnectionTimeoutError):
+            return TimeoutError(f"connecting took longer than {self._connect_s:g} s")
+        if isinstance(error, aiohttp.ClientConnectorError):
+            failure = ConnectionError(f"cannot connect: {error.os_error}")
+        elif isinstance(error, aiohttp.ClientPayloadError):
+            failure = ConnectionError(f"the connection was closed in the middle of the reply: {error}")
+        elif isinstance(error, aiohttp.ClientConnectionError):
+            failure = ConnectionError(f"the connection was closed without a reply: {error}")
+        else:
+            return OSError(f"invalid HTTP reply or address: {error}")
+        failure.errno = getattr(error, "errno", None)
+        return failure
 
     async def info(self, url: str) -> dict[str, Any] | None:
         """The reply of `/model_info`; None if the request fails. Raises ProbeTimeout."""
@@ -91,11 +116,12 @@ class EngineClient:
     async def _probe(self, url: str, path: str) -> Any:
         try:
             async with delay_tolerant_timeout(self._probe_timeout_s):
-                with await self._http.send(*_get(url, path, self._key)) as reply:
-                    data = await reply.read()
+                address, headers = _target(url, path, self._key)
+                async with self.http.get(address, headers=headers, allow_redirects=False) as reply:
+                    data = await _read(url, reply)
         except TimeoutError:
             raise ProbeTimeout from None
-        except (OSError, ValueError):  # ValueError: invalid URL
+        except (OSError, aiohttp.ClientError, EngineError, ValueError):  # ValueError: invalid URL
             return None
         if reply.status != 200:
             return None
@@ -104,9 +130,9 @@ class EngineClient:
         except orjson.JSONDecodeError:
             return data
 
-    async def _post(self, url: str, path: str, body: bytes) -> Http1Reply:
-        origin, head = _post_head(url, path, self._key)
-        return await self._http.send(origin, b"%b%d\r\n\r\n%b" % (head, len(body), body))
+    async def _post(self, url: str, path: str, body: bytes) -> aiohttp.ClientResponse:
+        address, headers = _target(url, path, self._key)
+        return await self.http.post(address, data=body, headers=headers, allow_redirects=False)
 
     def abort(self, urls: tuple[str, ...], rid: str) -> None:
         """Aborts a request on the engines in a background task."""
@@ -117,31 +143,52 @@ class EngineClient:
     async def _abort(self, urls: tuple[str, ...], rid: str) -> None:
         body = orjson.dumps({"rid": rid})
         for url in urls:
-            with contextlib.suppress(OSError, ValueError):  # an unreachable engine runs no requests
-                async with asyncio.timeout(self._connect_s):
-                    with await self._post(url, "/abort_request", body) as reply:
-                        await reply.read()
+            # An unreachable engine runs no requests.
+            with contextlib.suppress(OSError, aiohttp.ClientError, EngineError, ValueError):
+                async with (
+                    asyncio.timeout(self._connect_s),
+                    await self._post(url, "/abort_request", body) as reply,
+                ):
+                    await _read(url, reply)
 
 
 @lru_cache(maxsize=4096)
-def _post_head(url: str, path: str, key: str | None) -> tuple[Origin, bytes]:
-    """Returns an engine's origin and the head of a request, up to the content length."""
-    origin, target, headers = _parse(url + path, key)
-    line = b"POST %b HTTP/1.1\r\n" % target.encode()
-    return origin, line + headers + b"content-type: application/json\r\ncontent-length: "
+def _target(url: str, path: str, key: str | None) -> tuple[URL, dict[str, str]]:
+    """Returns the address of a request and its headers."""
+    headers = {"Content-Type": "application/json", **({} if key is None else engine_headers(url, key))}
+    return URL(url + path), headers
 
 
-def _get(url: str, path: str, key: str | None) -> tuple[Origin, bytes]:
-    origin, target, headers = _parse(url + path, key)
-    return origin, b"GET %b HTTP/1.1\r\n%b\r\n" % (target.encode(), headers)
+async def _read(url: str, reply: aiohttp.ClientResponse) -> bytes:
+    """Returns the body of a reply. Raises EngineError if it is larger than MAX_BODY."""
+    pieces, size = [], 0
+    while not reply.content.at_eof():
+        piece = await reply.content.readany()
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_BODY:
+            raise EngineError(f"{url} sent a body of more than {MAX_BODY} bytes")
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def _parse(address: str, key: str | None) -> tuple[Origin, str, bytes]:
-    """Returns origin, target and headers; a login in the address goes before the key."""
-    origin, target, headers = parse_url(address)
-    if key is not None and b"\r\nauthorization:" not in headers:
-        headers += b"authorization: Bearer %b\r\n" % key.encode()
-    return origin, target, headers
+async def _read_events(
+    url: str, reply: aiohttp.ClientResponse, take: Callable[[GenerateResult], None], top_logprobs: int
+) -> None:
+    """Reads a stream up to its finish event."""
+    buffer = b""
+    async for chunk in reply.content.iter_any():
+        events = (buffer + chunk).split(b"\n\n")
+        buffer = events.pop()
+        if len(buffer) > MAX_EVENT:
+            raise EngineError(f"{url} sent an event of more than {MAX_EVENT} bytes")
+        data = [event[5:].strip() for event in events if event.startswith(b"data:")]
+        data = [event for event in data if event != b"[DONE]"]
+        if data:  # events are cumulative: the newest contains the others
+            piece = read_reply(_event(url, data[-1]), partial=True, top_logprobs=top_logprobs)
+            take(piece)
+            if piece.finish:
+                return
+    raise ConnectionError("the stream ended before the finish event")
 
 
 def _load(url: str, data: bytes) -> Any:
@@ -156,16 +203,19 @@ def _event(url: str, data: bytes) -> Any:
     if isinstance(payload, dict) and "error" in payload:
         error = payload["error"]
         status = error.get("code") if isinstance(error, dict) else None
-        raise _refused(url, status if isinstance(status, int) else 500, data)
+        raise _refusal(url, status if isinstance(status, int) else 500, data)
     return payload
 
 
-def _refused(url: str, status: int, data: bytes, headers: Mapping[bytes, bytes] | None = None) -> EngineError:
-    text = data[:300].decode(errors="replace")
-    if 300 <= status < 400:
-        places = [value for name, value in (headers or {}).items() if name.lower() == b"location"]
-        place = b"".join(places).decode("latin-1")[:300] or "no address"
+def _refused(url: str, reply: aiohttp.ClientResponse, data: bytes) -> EngineError:
+    if 300 <= reply.status < 400:
+        place = reply.headers.get("Location", "no address")[:300]
         return EngineError(f"{url} redirects to {place}; give this address as the engine's")
+    return _refusal(url, reply.status, data)
+
+
+def _refusal(url: str, status: int, data: bytes) -> EngineError:
+    text = data[:300].decode(errors="replace")
     if status in _REFUSALS:
         message = error_in(data).get("message")
         return RequestRefusedError(url, message[:1000] if isinstance(message, str) else text)

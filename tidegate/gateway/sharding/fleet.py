@@ -15,8 +15,7 @@ from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.http.schemas import Lease
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
 from tidegate.service import exact
-from tidegate.service.http1.client import delay_tolerant_timeout
-from tidegate.service.http_client import HttpClient, bearer
+from tidegate.service.http_client import DelayTolerantConnector, HttpClient, bearer
 
 log = logging.getLogger("tidegate.gateway.sharding.shard")
 
@@ -37,18 +36,6 @@ class Answer:
 
     def json(self) -> Any:
         return exact.loads(self.body)
-
-
-class _DelayTolerantConnector(aiohttp.TCPConnector):
-    """TCP connector without a connection limit; connecting times out after `connect_s`."""
-
-    def __init__(self, connect_s: float) -> None:
-        super().__init__(limit=0, keepalive_timeout=30.0)
-        self._connect_s = connect_s
-
-    async def connect(self, *arguments: Any, **options: Any) -> Any:
-        async with delay_tolerant_timeout(self._connect_s):
-            return await super().connect(*arguments, **options)
 
 
 class Fleet(HttpClient):
@@ -80,7 +67,7 @@ class Fleet(HttpClient):
             self._supervisors.append(supervisor)
 
     def _connect(self) -> aiohttp.ClientSession:
-        connector = _DelayTolerantConnector(self._connect_s)
+        connector = DelayTolerantConnector(self._connect_s, keepalive_s=30.0)
         timeout = aiohttp.ClientTimeout(total=None)
         return aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
 
