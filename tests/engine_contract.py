@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from tests.integration.engine.engine_http import Client
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, read_reply, request_body
 from tidegate.service.service import Service
 
 LONG = 400
@@ -108,6 +110,31 @@ class EngineContract:
         said = [one[0] for one in reply["meta_info"]["output_token_logprobs"]]
         expected = recomputed(versions[0], [1, 2, 3], reply["output_ids"], temperature)
         assert said == pytest.approx(expected, abs=1e-4)
+
+    @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+    async def test_likeliest_ids_are_of_the_distribution_that_is_sampled(
+        self, engine: Client, versions: list[Path], stream: bool
+    ) -> None:
+        """As the gateway reads them: of the temperature, likeliest first, also where another id was drawn."""
+        params = {"temperature": 2.0, "ignore_eos": True}
+        order = GenerateRequest(np.array([1, 2, 3], np.int32), params, 20, stream=stream, top_logprobs=24)
+        if stream:
+            reply = await last_event(engine.stream([1, 2, 3], listed=24, max_new_tokens=20, **params))
+        else:
+            body = json.loads(request_body(order, GenerateResult(), "listed"))
+            status, reply = await engine.post("/generate", body)
+            assert status == 200, reply
+        sampled = read_reply(reply, partial=stream, top_logprobs=24)
+        assert order.has_logprobs(sampled)
+        model = AutoModelForCausalLM.from_pretrained(versions[0], dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([[1, 2, 3, *sampled.ids]])).logits[0, 2:-1] / 2.0
+        expected = torch.log_softmax(logits, -1)
+        ids, values = (torch.tensor(np.stack(rows)) for rows in zip(*sampled.top, strict=True))
+        assert ids.shape == (20, 24)
+        assert not (ids == torch.tensor(sampled.ids)[:, None]).any(1).all(), "the case proves too little"
+        torch.testing.assert_close(values, expected.topk(24).values, rtol=0, atol=1e-4)
+        torch.testing.assert_close(values, expected.gather(1, ids.long()), rtol=0, atol=1e-4)
 
     async def test_logprobs_of_a_prompt_are_the_models_at_temperature_1(
         self, engine: Client, versions: list[Path]

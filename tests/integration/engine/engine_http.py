@@ -36,8 +36,11 @@ class Client:
         assert status == 200, reply
         return reply
 
-    async def stream(self, prompt: list[int], rid: str | None = None, **params: Any) -> AsyncIterator[Any]:
+    async def stream(
+        self, prompt: list[int], rid: str | None = None, listed: int = 0, **params: Any
+    ) -> AsyncIterator[Any]:
         body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, "rid": rid}
+        body |= {"top_logprobs_num": listed} if listed else {}
         async with self.http.post(self.url + "/generate", json={**body, "stream": True}) as reply:
             assert reply.status == 200
             assert reply.content_type == "text/event-stream"
