@@ -24,9 +24,9 @@ from tidegate.gateway.project_keys import create_key
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 SCRIPT = REPO / "examples" / "own_trainer" / "train.py"
 MODEL = REPO / "examples" / "tiny_base" / "model"
-STEPS, GROUPS = 4, 4
-POINTS = {"own.commit.before": 1, "own.commit.after": 1, "own.acknowledged": 2}
-"""Failpoint → after how many passes of a process it kills."""
+STEPS, GROUPS = 5, 4
+POINTS = {"own.commit.before": 1, "own.acknowledged": 2, "own.commit.after": 3}
+"""Failpoint → after how many passes of a process it kills: in step 1, in step 2, and in the last step."""
 
 
 async def test_a_loop_that_is_killed_anywhere_trains_on_each_group_once(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class OwnTrainer:
         self._directory = directory
         self._committed: list[str] = []
         """Groups of the newest step, whose leases may not have been ended."""
+        self._leased: list[Group] = []
         self._stack = contextlib.AsyncExitStack()
         self._gateway = GatewayClient(url, admin_key)
         self._urls = list(engines)
@@ -101,6 +102,8 @@ class OwnTrainer:
             await self._publish()
             for url in self._urls:
                 await self._gateway.add_engine(url)
+            # Those of the newest step are the oldest groups: they come first, if their ends were lost.
+            self._leased = await self._lease(len(self._committed), 0.0)
             self._stack = stack.pop_all()
         return self
 
@@ -122,11 +125,10 @@ class OwnTrainer:
         groups: list[Group] = []
         while len(groups) < number:
             await self._publish()  # to an engine that was restarted meanwhile
-            for group in await self._gateway.lease(self._epoch, number - len(groups), WAIT_S):
-                if group.id in self._committed:
-                    await self._end(group, State.STEPPED, f"step {self.step}")
-                elif (age := self._age(group)) is None or not 0 <= age <= self.max_staleness:
-                    why = f"its oldest token is {age} versions old, the bound is {self.max_staleness}"
+            missing = number - len(groups)
+            leased, self._leased = self._leased[:missing], self._leased[missing:]
+            for group in leased or await self._lease(missing, WAIT_S):
+                if (why := self._too_old(group)) is not None:
                     await self._end(group, State.STALE, why)
                 elif not wanted(group):
                     await self._end(group, State.FILTERED, "the loop did not want it")
@@ -152,9 +154,26 @@ class OwnTrainer:
         await self._publish()
         await asyncio.to_thread(self._prune)
 
-    def _age(self, group: Group) -> int | None:
-        oldest = group.oldest_version()
-        return None if oldest is None else self.version - oldest
+    async def _lease(self, number: int, wait_s: float) -> list[Group]:
+        """Lease groups, and end those that the newest step trained on."""
+        groups = []
+        for group in await self._gateway.lease(self._epoch, number, wait_s):
+            if group.id in self._committed:
+                await self._end(group, State.STEPPED, f"step {self.step}")
+            else:
+                groups.append(group)
+        return groups
+
+    def _too_old(self, group: Group) -> str | None:
+        oldest, newest = group.oldest_version(), group.newest_version()
+        if oldest is None or newest is None:
+            return "the version of some of its tokens is unknown"
+        if newest > self.version:
+            return f"it has tokens of version {newest}, which another trainer published after {self.version}"
+        if self.version - oldest > self.max_staleness:
+            age = self.version - oldest
+            return f"its oldest token is {age} versions old, the bound is {self.max_staleness}"
+        return None
 
     async def _end(self, group: Group, state: State, why: str) -> None:
         await self._gateway.ack(self._epoch, group.lease_id, state, why)
