@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -19,6 +19,7 @@ import openai
 from openai import AsyncOpenAI
 from openai.resources.chat import AsyncChat
 from openai.resources.chat.completions import AsyncCompletions
+from yarl import URL
 
 _SDK = str(Path(openai.__file__).parent)
 _KEEPALIVE_S = 30.0
@@ -91,6 +92,10 @@ def _correct_errors(httpx: Any, transport: Any) -> None:
     send = transport.handle_async_request
 
     async def corrected(request: Any) -> Any:
+        if not isinstance(transport.client, aiohttp.ClientSession):
+            transport.client = transport.get_client()
+            # Otherwise aiohttp decodes %2E and removes the segment: models make up tools with the name "..".
+            transport.client._build_url = partial(URL, encoded=True)
         try:
             return await send(request)
         except httpx.ConnectTimeout as error:
