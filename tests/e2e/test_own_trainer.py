@@ -29,7 +29,7 @@ POINTS = {"own.commit.before": 1, "own.acknowledged": 2, "own.commit.after": 3}
 """Failpoint → after how many passes of a process it kills: in step 1, in step 2, and in the last step."""
 
 
-async def test_a_loop_that_is_killed_anywhere_trains_on_each_group_once(tmp_path: Path) -> None:
+async def test_a_loop_that_is_killed_around_its_commits_trains_on_each_group_once(tmp_path: Path) -> None:
     keys, passed, run = tmp_path / "keys.json", tmp_path / "passed", tmp_path / "run"
     key = create_key(keys, "notebook")
     passed.mkdir()

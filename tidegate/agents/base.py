@@ -149,7 +149,8 @@ class Session:
         return _shared_async(asyncio.get_running_loop()).with_options(
             base_url=self.base_url,
             api_key=self.api_key,
-            timeout=remaining if remaining < math.inf else None,  # aiohttp takes no infinite one
+            # aiohttp takes no infinite one, and reads 0 as none.
+            timeout=max(remaining, 0.001) if remaining < math.inf else None,
             default_headers={} if train else UNTRAINED,
         )
 

@@ -47,6 +47,8 @@ class RunEvaluations:
     note: Callable[[str], None]
     stop: asyncio.Event
     result: RunResult
+    _newest: int = -1
+    """The newest evaluated step."""
 
     async def first(self) -> None:
         """Evaluate before the first step, unless an earlier start of the run did."""
@@ -83,6 +85,8 @@ class RunEvaluations:
             step: Steps taken.
             last: Whether no step follows.
         """
+        if last and not self.settings.eval.last and self._newest == step:
+            return {}  # the step was followed by another evaluation
         earlier = {} if self.beside is None else await self._beside(self.beside, step, last)
         if self.beside is not None and not last:
             return earlier
@@ -121,7 +125,7 @@ class RunEvaluations:
 
     async def _ended(self, ended: Evaluated) -> dict[str, float]:
         """Note failures, keep the weights if they score best, and return the metrics."""
-        metrics = ended.evaluation.metrics
+        metrics, self._newest = ended.evaluation.metrics, ended.step
         for reason, number in ended.evaluation.reasons.most_common(3):
             self.note(f"evaluation: {number} episodes failed: {reason}")
         if "eval/reward" not in metrics:

@@ -69,6 +69,9 @@ class Loop:
             began = time.monotonic()
             parts = await self._next_batch()
             if parts is None and self.solved is not None and not self.stop.is_set():
+                interval = self.settings.publish_interval
+                if isinstance(interval, int) and self.step % interval:
+                    await self._publish()
                 if evaluated := await self.evaluate(self.step, True):
                     await run_to_completion(self.recorder.evaluated(evaluated))
                 return

@@ -18,12 +18,14 @@ from typing import Any, Self, TypeVar
 import aiohttp
 
 from tidegate import failpoints
-from tidegate.errors import CheckpointError, ConfigError, EngineError
+from tidegate.errors import CheckpointError, ConfigError, EngineError, TrainingError
 from tidegate.gateway.client import GatewayClient
 from tidegate.service.backoff import backoff_s
 from tidegate.service.directory_lock import DirectoryLock
+from tidegate.trainer.batch.rows import is_trained
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.waits import run_to_completion
 from tidegate.types import Group
 
 WAIT_S = 5.0
@@ -31,13 +33,16 @@ WAIT_S = 5.0
 PUBLISH_S = 120.0
 """Seconds for which an engine that cannot be reached is called again."""
 T = TypeVar("T")
+LEASE = 64
+"""Groups of one lease at the start."""
 KEPT = 2
 """Newest steps whose files are kept: engines may still load the one before the newest."""
 
 
 def rewards_differ(group: Group) -> bool:
-    """Whether a group has rewards to compare."""
-    return len(set(group.rewards())) > 1
+    """Whether a group has rewards to compare, and tokens to train on."""
+    tokens = any(is_trained(turn) for one in group.trajectories for turn in one.turns)
+    return tokens and len(set(group.rewards())) > 1
 
 
 class OwnTrainer:
@@ -45,7 +50,7 @@ class OwnTrainer:
 
     Use it with `async with`: on entry it takes over from the loop that ran before, and has the engines load
     the weights of the newest committed step. A loop that is killed at any moment repeats at most the step
-    that it had not committed; no group is lost, and none is in two committed steps.
+    that it had not committed; no group is lost, and none is in two committed steps of the directory.
 
     Args:
         url: Address of a gateway that no other trainer manages.
@@ -82,7 +87,7 @@ class OwnTrainer:
         self.max_staleness = max_staleness
         self._directory = directory
         self._committed: list[str] = []
-        """Groups of the newest step, whose leases may not have been ended."""
+        """Groups of committed steps whose leases may not have been ended."""
         self._leased: list[Group] = []
         self._stack = contextlib.AsyncExitStack()
         self._gateway = GatewayClient(url, admin_key)
@@ -99,11 +104,15 @@ class OwnTrainer:
             if self.checkpoint is None:
                 self.version = await self._first_version()
             await self._gateway.begin_epoch(self._epoch)
-            await self._publish()
+            for engine in self._engines:
+                await self._load(engine, again=self.checkpoint is not None)  # another loop may have led it
+                await engine.try_resume()  # a loop that was killed may have left it paused
             for url in self._urls:
                 await self._gateway.add_engine(url)
-            # Those of the newest step are the oldest groups: they come first, if their ends were lost.
-            self._leased = await self._lease(len(self._committed), 0.0)
+            # All that are ready: among them are those of committed steps whose ends were lost.
+            while groups := await self._gateway.lease(self._epoch, LEASE, 0.0):
+                self._leased += await self._not_committed(groups)
+            self._committed = []
             self._stack = stack.pop_all()
         return self
 
@@ -123,17 +132,25 @@ class OwnTrainer:
             The groups, each within the bound.
         """
         groups: list[Group] = []
-        while len(groups) < number:
-            await self._publish()  # to an engine that was restarted meanwhile
-            missing = number - len(groups)
-            leased, self._leased = self._leased[:missing], self._leased[missing:]
-            for group in leased or await self._lease(missing, WAIT_S):
-                if (why := self._too_old(group)) is not None:
-                    await self._end(group, State.STALE, why)
-                elif not wanted(group):
-                    await self._end(group, State.FILTERED, "the loop did not want it")
-                else:
-                    groups.append(group)
+        try:
+            while len(groups) < number:
+                await self._lead()
+                await self._publish()  # to an engine that was restarted meanwhile
+                missing = number - len(groups)
+                if not self._leased:
+                    leased = await self._gateway.lease(self._epoch, missing, WAIT_S)
+                    self._leased = await self._not_committed(leased)
+                for group in self._leased[:missing]:
+                    if (why := self._too_old(group)) is not None:
+                        await self._end(group, State.STALE, why)
+                    elif not wanted(group):
+                        await self._end(group, State.FILTERED, "the loop did not want it")
+                    else:
+                        groups.append(group)
+                    del self._leased[0]
+        except BaseException:
+            self._leased = groups + self._leased  # for the next batch
+            raise
         return groups
 
     async def commit(self, groups: Sequence[Group], save: Callable[[Path], object]) -> None:
@@ -144,22 +161,38 @@ class OwnTrainer:
             save: Writes into a new directory: the weights, in Hugging Face's format, into its subdirectory
                 `model`, and whatever else the loop needs to go on. It is called in a thread.
         """
-        step, version, ids = self.step + 1, self.version + 1, [group.id for group in groups]
-        record = {"step": step, "version": version, "epoch": self._epoch, "groups": ids}
-        await asyncio.to_thread(self._write, record, save)
-        self.step, self.version, self._committed = step, version, ids
+        if old := [group.id for group in groups if self._too_old(group)]:
+            raise TrainingError(
+                f"groups {', '.join(old)} are beyond the bound of {self.max_staleness} versions: commit a "
+                "batch before you wait for the next one"
+            )
+        await self._lead()
+        await run_to_completion(self._commit(groups, save))
         for group in groups:
             await self._end(group, State.STEPPED, f"step {self.step}")
+            self._committed.remove(group.id)
         failpoints.reach("own.acknowledged")
         await self._publish()
         await asyncio.to_thread(self._prune)
 
-    async def _lease(self, number: int, wait_s: float) -> list[Group]:
-        """Lease groups, and end those that the newest step trained on."""
+    async def _commit(self, groups: Sequence[Group], save: Callable[[Path], object]) -> None:
+        ids = [*self._committed, *(group.id for group in groups)]
+        step, version = self.step + 1, self.version + 1
+        record = {"step": step, "version": version, "epoch": self._epoch, "groups": ids}
+        self.checkpoint = await asyncio.to_thread(self._write, record, save)
+        self.step, self.version, self._committed = step, version, ids
+
+    async def _lead(self) -> None:
+        """Raises GatewayError (410) if another loop has taken over."""
+        await self._gateway.begin_epoch(self._epoch)
+
+    async def _not_committed(self, leased: Sequence[Group]) -> list[Group]:
+        """End the groups of committed steps; returns the others."""
         groups = []
-        for group in await self._gateway.lease(self._epoch, number, wait_s):
+        for group in leased:
             if group.id in self._committed:
                 await self._end(group, State.STEPPED, f"step {self.step}")
+                self._committed.remove(group.id)
             else:
                 groups.append(group)
         return groups
@@ -191,8 +224,8 @@ class OwnTrainer:
         """Have every engine with another version load the newest step's weights."""
         await asyncio.gather(*map(self._load, self._engines))
 
-    async def _load(self, engine: EngineControl) -> None:
-        if await _retried(engine.version) == self.version:
+    async def _load(self, engine: EngineControl, *, again: bool = False) -> None:
+        if await _retried(engine.version) == self.version and not again:
             return
         if self.checkpoint is None:
             raise EngineError(f"engine {engine.url} has other weights than before the first step")
@@ -224,10 +257,11 @@ class OwnTrainer:
         # Not the number of starts: two loops with directories of their own may follow each other.
         self._epoch = max(int(time.time() * 1000), last + 1)
 
-    def _write(self, record: dict[str, Any], save: Callable[[Path], object]) -> None:
+    def _write(self, record: dict[str, Any], save: Callable[[Path], object]) -> Path:
         """Write a step's directory; its rename, after all files are on disk, is the commit."""
         name = f"step_{record['step']:06d}"
         written, path = self._directory / f".{name}", self._directory / name
+        shutil.rmtree(written, ignore_errors=True)  # of a try that failed
         written.mkdir()
         save(written)
         if not (written / "model").is_dir():
@@ -238,7 +272,7 @@ class OwnTrainer:
         with failpoints.around("own.commit"):
             written.rename(path)
         _sync(self._directory)
-        self.checkpoint = path
+        return path
 
     def _prune(self) -> None:
         for path in self._steps()[:-KEPT]:

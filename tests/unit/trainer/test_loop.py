@@ -51,6 +51,10 @@ class Hands:
     non_finite: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
 
+    def add_to_last(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        self.added.append(metrics)
+        return self.lines[-1] | metrics
+
     async def lease(self, *_: Any) -> list[Group]:
         await self.ready.wait()
         if self.one_by_one:
@@ -94,7 +98,7 @@ def looped(tmp_path: Path, **settings: Any) -> tuple[Loop, Hands, list[LedgerEnt
     admission = Admission(rules, book.append)
     hands = cast(Any, Hands(admission))
     nothing = SimpleNamespace(
-        append=hands.lines.append, add_to_last=hands.added.append, step=lambda _: None, note=lambda _: None
+        append=hands.lines.append, add_to_last=hands.add_to_last, step=lambda _: None, note=lambda _: None
     )
     recorder = Recorder(
         cast(Any, nothing), TrajectoryFiles(tmp_path), cast(Any, nothing), dict, lambda: admission.version

@@ -6,13 +6,19 @@ import asyncio
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
-from tidegate.errors import CheckpointError, ConfigError, EngineError, StartError
+from tidegate.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineError,
+    GatewayError,
+    StartError,
+    TrainingError,
+)
 from tidegate.trainer import own
 from tidegate.trainer.own import OwnTrainer
 from tidegate.types import Group
@@ -27,7 +33,7 @@ class World:
         self.acks: list[tuple[str, str]] = []
         self.epochs: list[int] = []
         self.loaded: list[tuple[str, int]] = []
-        self.unreachable = 0
+        self.unreachable = self.resumed = 0
         self.url = "http://engine"
 
     async def begin_epoch(self, epoch: int) -> None:
@@ -56,6 +62,9 @@ class World:
 class Engine:
     def __init__(self, world: World, url: str) -> None:
         self.url, self.world, self.load = url, world, world.load
+
+    async def try_resume(self) -> None:
+        self.world.resumed += 1
 
     async def version(self) -> int:
         if self.world.unreachable:
@@ -122,7 +131,8 @@ async def test_a_step_is_committed_before_its_groups_end_and_its_weights_are_pub
         assert (trainer.step, trainer.version, world.version) == (3, 8, 8)
         assert world.acks[-1] == ("g2", "stepped: step 3"), "also if no batch follows"
         assert names(await trainer.batch(1)) == ["g3"]
-    assert world.epochs[0] < world.epochs[1]
+    assert world.epochs[0] < world.epochs[-1]
+    assert world.resumed == 2, "a loop that was killed while it published left the engine paused"
 
 
 async def test_what_was_not_committed_is_forgotten(world: World, tmp_path: Path) -> None:
@@ -143,6 +153,41 @@ async def test_a_step_that_cannot_be_read_is_named(world: World, tmp_path: Path)
     async with OwnTrainer("http://gateway", [world.url], tmp_path):
         with pytest.raises(StartError, match="an own loop"):  # the lock of the one that failed was released
             await OwnTrainer("http://gateway", [world.url], tmp_path).__aenter__()
+
+
+async def test_groups_of_a_batch_that_was_given_up_come_with_the_next(world: World, tmp_path: Path) -> None:
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        world.ready = [group("a", 5), group("b", 5)]
+        with pytest.raises(AssertionError, match="waits for ever"):
+            await trainer.batch(3)
+        world.ready = [group("c", 5)]
+        assert names(await trainer.batch(3)) == ["a", "b", "c"]
+
+
+async def test_a_batch_that_became_too_old_is_not_committed(world: World, tmp_path: Path) -> None:
+    async with OwnTrainer("http://gateway", [world.url], tmp_path, max_staleness=0) as trainer:
+        world.ready = [group("a", 5), group("b", 5)]
+        first, second = await trainer.batch(1), await trainer.batch(1)
+        await trainer.commit(first, save)
+        with pytest.raises(TrainingError, match="groups b are beyond the bound of 0 versions"):
+            await trainer.commit(second, save)
+        assert trainer.step == 1
+
+
+async def test_a_loop_that_was_replaced_publishes_and_commits_nothing(world: World, tmp_path: Path) -> None:
+    async def replaced(_: int) -> None:
+        raise GatewayError("a newer trainer took over", status=410)
+
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        world.ready = [group("a", 5)]
+        batch = await trainer.batch(1)
+        world.begin_epoch = replaced  # type: ignore[method-assign]
+        world.version = 9
+        with pytest.raises(GatewayError):
+            await trainer.batch(1)
+        with pytest.raises(GatewayError):
+            await trainer.commit(batch, save)
+        assert (trainer.step, world.loaded) == (0, [])
 
 
 async def test_an_engine_that_is_restarting_is_called_again(world: World, tmp_path: Path) -> None:
@@ -168,4 +213,7 @@ async def test_engines_with_different_weights_are_refused(
 def test_rewards_differ() -> None:
     assert own.rewards_differ(group("g", 1))
     assert not own.rewards_differ(group("g", 1, (0.5, 0.5)))
-    assert not own.rewards_differ(SimpleNamespace(rewards=lambda: [1.0]))  # type: ignore[arg-type]
+    untrained = group("g", 1)
+    for member in untrained.trajectories:
+        member.turns = []
+    assert not own.rewards_differ(untrained)

@@ -427,6 +427,7 @@ class Admission:
     ) -> None:
         """Abandon the versions after `to` up to `version`; `end_stale_groups` ends their groups."""
         self.versions.roll_back(version, to, step, why, figures or {})
+        self.streaks.step()  # of another policy
         self._in_flight.remove_unpublished()
 
     def mark_live(self, version: int) -> None:

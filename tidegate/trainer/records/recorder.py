@@ -46,7 +46,9 @@ class Recorder:
 
     async def evaluated(self, metrics: dict[str, float]) -> None:
         """Add an evaluation to the newest step's line."""
-        self.observer.step(await self.writer.run(self.log.add_to_last, metrics))
+        line = await self.writer.run(self.log.add_to_last, metrics)
+        # Without the step's own metrics, which the observer has had.
+        self.observer.step({key: line[key] for key in ("step", "version", "time")} | metrics)
 
     async def step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the step's line. Step 0 is the evaluation before the first step."""
