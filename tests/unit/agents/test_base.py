@@ -178,6 +178,7 @@ async def test_clients_of_sessions_share_connections_and_nothing_else() -> None:
 async def test_a_client_waits_no_longer_than_the_run_may_last() -> None:
     assert session(5.0).openai().timeout == pytest.approx(5.0, abs=0.5)
     assert session(-1.0).remaining() == 0.0
+    assert session(-1.0).openai().timeout == 0.001, "aiohttp waits for ever with 0"
 
 
 def test_every_event_loop_has_connections_of_its_own() -> None:

@@ -326,6 +326,28 @@ async def test_a_run_whose_tasks_are_all_solved_is_evaluated_and_ends(
     assert "256 of the 256 groups" in str(loop.solved)
 
 
+async def test_the_last_weights_of_a_solved_run_are_published_before_their_evaluation(tmp_path: Path) -> None:
+    loop, hands, _ = looped(tmp_path, steps=6, publish_interval=2)
+    hands.ready.set()
+    lease = hands.lease
+
+    async def solved_after_a_step(*_: Any) -> list[Group]:
+        if not loop.step:
+            return await lease()
+        for _ in range(256):
+            loop.admission.streaks.filter(solved=True, cut=False)
+        return []
+
+    async def evaluate(step: int, last: bool) -> dict[str, float]:
+        hands.log.append(f"evaluate {step}")
+        return {}
+
+    hands.lease, loop.evaluate = solved_after_a_step, evaluate  # type: ignore[method-assign]
+    async with asyncio.timeout(LIMIT_S):
+        await loop.run()
+    assert hands.log[-3:] == ["evaluate 1", "publish 1", "evaluate 1"]
+
+
 async def test_groups_of_a_skipped_minibatch_end_filtered_and_the_audit_agrees(tmp_path: Path) -> None:
     """A batch in two optimiser steps, the second of which is not finite."""
     loop, hands, book = looped(

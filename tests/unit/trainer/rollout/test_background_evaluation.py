@@ -215,6 +215,8 @@ async def test_the_first_and_the_last_evaluation_can_be_switched_off(
     evaluator.ended.clear()
     await evaluations.after(6, last=True)
     assert evaluator.ended == last
+    await evaluations.after(6, last=True)  # nothing is left to learn behind a step that was evaluated
+    assert evaluator.ended == (last if "--eval.last=false" in words else last * 2)
 
 
 BESIDE = ["--eval.beside_training=true", "--eval.engines=1"]
