@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ from tidegate.service.backoff import backoff_s
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.batch.rows import is_trained
 from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.ledger.jsonl import sync
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.waits import run_to_completion
 from tidegate.types import Group
@@ -268,10 +268,10 @@ class OwnTrainer:
             raise CheckpointError(f"`save` wrote no directory {written / 'model'}: engines load it")
         (written / "step.json").write_text(json.dumps(record), encoding="utf-8")
         for one in [*written.rglob("*"), written]:
-            _sync(one)
+            sync(one)
         with failpoints.around("own.commit"):
             written.rename(path)
-        _sync(self._directory)
+        sync(self._directory)
         return path
 
     def _prune(self) -> None:
@@ -290,11 +290,3 @@ async def _retried(call: Callable[[], Awaitable[T]]) -> T:
                 raise
         await asyncio.sleep(backoff_s(failures, 0.2, 5.0))
     raise AssertionError
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
