@@ -21,12 +21,12 @@ from common import Check, parser_of, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-CLIENTS, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "streaks"))
+CLIENTS, FAILURES, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "failures", "streaks"))
 VERSIONS, IN_FLIGHT, CURSOR = (
     CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight", "cursor")
 )
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, FAILURES, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
@@ -53,7 +53,7 @@ FAULTS = [
     Fault("gate_one_batch_more", "return (staleness + 1) * self", "return (staleness + 2) * self", RULES),
     Fault("gate_forgets_concurrency", "self.unsettled_slots() + self.rules.group_size > self.rules.max_running", "False"),
     Fault("gate_ignores_slow_engines", "self.unsettled_slots() + self.rules.group_size > self.pace.limit", "False"),
-    Fault("slow_engines_are_the_tasks_fault", "blameless = slow or outcome", "blameless = outcome"),
+    Fault("slow_engines_are_the_tasks_fault", "blameless = slow or outcome", "blameless = outcome", FAILURES),
     Fault("slow_engines_prolong_an_outage", "            if slow or outcome not in INCONCLUSIVE:\n", "            if outcome not in INCONCLUSIVE:\n", OUTAGE),
     Fault("gate_counts_groups", "        self._in_flight.unsettled -= 1\n        return self._settle", "        return self._settle"),
     Fault("gate_never_lets_a_large_group_in", "if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.rules.max_running", "if self.unsettled_slots() + self.rules.group_size > self.rules.max_running"),
@@ -76,12 +76,12 @@ FAULTS = [
     Fault("replaced_twice", "            self._cursor.recycle(TaskTicket(ticket.index, group.id,", "            self._cursor.recycle(TaskTicket(ticket.index, group.id, 1))\n            self._cursor.recycle(TaskTicket(ticket.index, group.id,"),
     Fault("replacement_says_nothing", "TaskTicket(ticket.index, group.id, ticket.stale_retries + 1)", "TaskTicket(ticket.index, None, ticket.stale_retries + 1)"),
     Fault("one_attempt_too_many", "self.failures >= rules.max_attempts", "self.failures > rules.max_attempts", GROUPS),
-    Fault("cancelled_counts_as_failure", "slot.failures += not blameless", "slot.failures += not (slow or outcome is Outcome.INFRA_ERROR)"),
-    Fault("cancelled_has_no_budget", "slot.infra_failures += blameless", "slot.infra_failures += slow or outcome is Outcome.INFRA_ERROR"),
+    Fault("cancelled_counts_as_failure", "slot.failures += not blameless", "slot.failures += not (slow or outcome is Outcome.INFRA_ERROR)", FAILURES),
+    Fault("cancelled_has_no_budget", "slot.infra_failures += blameless", "slot.infra_failures += slow or outcome is Outcome.INFRA_ERROR", FAILURES),
     Fault("partial_group_too_small", "if len(group.slots) - lost < self.rules.min_group_size:", "if len(group.slots) - lost < self.rules.min_group_size - 1:"),
     Fault("ready_too_early", "if not all(slot.settled(rules) for slot in group.slots):", "if not any(slot.settled(rules) for slot in group.slots):"),
-    Fault("no_quarantine", "                self._quarantine(group, outcome, why)\n", "                pass\n"),
-    Fault("quarantined_tasks_start", "        if task in self.quarantined:\n            return None\n", ""),
+    Fault("no_quarantine", "                self.failures.quarantine(group, outcome, why)\n", "                pass\n"),
+    Fault("quarantined_tasks_start", "        if task in self.failures.quarantined:\n            return None\n", ""),
     Fault("late_end_resurrects", "        if (found := self._in_flight.slot_of(attempt)) is None:\n            return AttemptDecision.LATE", "        if (found := self._in_flight.slot_of(attempt)) is None:\n            return AttemptDecision.RETRY"),
     Fault("attempt_left_live", "            if slot.running is not None:\n                self.end_attempt(slot.running", "            if False:\n                self.end_attempt(slot.running", IN_FLIGHT),
     Fault("version_used_twice", "        self.reserved += 1\n", "        self.reserved = self.live + 1\n", VERSIONS),
@@ -96,13 +96,13 @@ FAULTS = [
     Fault("resume_forgets_quarantine", "            self.quarantines[line[\"task\"]] = line\n", "            pass\n", RESUME),
     Fault("resume_forgets_that_it_was_lifted", "            self.quarantines.pop(line[\"task\"], None)\n", "            pass\n", RESUME),
     Fault("outages_quarantine_at_a_resume", " if line.get(\"outcome\") != infra", "", RESUME),
-    Fault("infrastructure_is_the_tasks_fault", "slot.failures += not blameless", "slot.failures += 1"),
+    Fault("infrastructure_is_the_tasks_fault", "slot.failures += not blameless", "slot.failures += 1", FAILURES),
     Fault("infrastructure_has_no_budget", "self.infra_failures >= rules.max_infra_attempts", "False", GROUPS),
-    Fault("outages_spend_budgets", "        if self.outage.leaves_uncharged(attempt, outcome):\n            details", "        if False:\n            details"),
+    Fault("outages_spend_budgets", "        if self._outage.leaves_uncharged(attempt, outcome):\n            details", "        if False:\n            details", FAILURES),
     Fault("outages_do_not_pause", "if (outage := self.outage.why) is not None and", "if (outage := self.outage.why) is not None and False and"),
     Fault("an_outage_without_running_ones_never_ends", "(self.outage.down or self.unsettled_slots())", "True"),
     Fault("attempts_start_in_an_outage", "if not self.outage.may_attempt():", "if False:"),
-    Fault("infrastructure_gives_a_task_up", "outcome.trainable or outcome.is_infrastructure_failure or found", "outcome.trainable or found"),
+    Fault("infrastructure_gives_a_task_up", "outcome.trainable or outcome.is_infrastructure_failure or found", "outcome.trainable or found", FAILURES),
     Fault("any_number_of_probes", "(self.suspected is None or self.probe is None)", "True", OUTAGE),
     Fault("probes_are_not_remembered", "            self.probe = attempt\n", "            pass\n", OUTAGE),
     Fault("a_cancelled_probe_stays", "            self._outage.forget(attempt)\n", "            pass\n", IN_FLIGHT),
@@ -118,8 +118,8 @@ FAULTS = [
     Fault("outages_are_not_in_the_ledger", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.filtered += 1\n", "", STREAKS),
     Fault("a_step_gives_no_hope", "        self.filtered = self.cut = self.solved = 0\n", "", STREAKS),
-    Fault("exhausted_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self"),
-    Fault("exhausted_twice", "return last and group.task not in self.quarantined", "return last"),
+    Fault("exhausted_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self", FAILURES),
+    Fault("exhausted_twice", "return last and group.task not in self.quarantined", "return last", FAILURES),
     Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:", CLIENTS),
     Fault("clients_groups_of_the_future", "if newest is not None and newest > version:", "if False:", CLIENTS),
     Fault("clients_groups_of_any_age", "    if not admissible:", "    if False:", CLIENTS),

@@ -268,7 +268,7 @@ class World:
         limits = {"own": self.rules.max_attempts, "infra": self.rules.max_infra_attempts}
         for (slot, kind), number in self.charged.items():
             assert number <= limits[kind], f"{slot} failed {number} times"
-        assert +self.core.failures == self._past().failures()
+        assert +self.core.failures.causes == self._past().failures()
 
     def _check_liveness(self, running: int) -> None:
         """Checks that unsettled slots always include one that runs or may start, except during an outage."""
@@ -306,8 +306,8 @@ class World:
         if self.rng.random() < self.outage_rate or (self.core.outage.down and self.rng.random() < 0.1):
             self.core.outage.set_down(None if self.core.outage.down else "no engine")
         self.attempt_waiting()
-        if self.core.quarantined and self.rng.random() < 0.02:
-            assert self.core.lift(self.rng.choice(sorted(self.core.quarantined)))
+        if self.core.failures.quarantined and self.rng.random() < 0.02:
+            assert self.core.failures.lift(self.rng.choice(sorted(self.core.failures.quarantined)))
         if self.rng.random() < self.client_rate and self.core.in_flight() < self.rules.capacity:
             self.offer()
             return

@@ -218,10 +218,10 @@ def test_slow_engines_quarantine_no_task_and_are_no_outage() -> None:
         assert not core.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
         assert core.end_attempt(attempt, Outcome.TIMEOUT, "slow", slow=True) is AttemptDecision.RETRY
     assert core.outage.why is None
-    assert core.failures == {"slow_engines": THRESHOLD}
+    assert core.failures.causes == {"slow_engines": THRESHOLD}
     last = core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
     assert last is AttemptDecision.FAILED, "a task whose agent never ends has a limit, too"
-    assert core.quarantined == set()
+    assert core.failures.quarantined == set()
     assert all(one["slow"] for one in book if one["kind"] == "attempt" and one["event"] == "ended")
 
 

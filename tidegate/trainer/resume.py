@@ -143,11 +143,11 @@ def restore_admission(
     admission = Admission(rules, record, epoch=epoch, version=start.version, step=start.step)
     admission.group_counts.update(past.counts(past.groups))
     admission.attempt_counts.update(past.counts(past.attempts))
-    admission.failures = past.failures()
+    admission.failures.causes = past.failures()
     admission.versions.abandoned = past.abandoned
     progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
     admission.restore(progress, past.groups.values())
-    admission.quarantined = set(past.quarantined)
+    admission.failures.quarantined = set(past.quarantined)
     others = [name for name in live if name not in restored and name not in cancelled]
     for name in [*restored, *others]:
         admission.resume_group(live[name] or _state(past, name, Phase.LEASED))

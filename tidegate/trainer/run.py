@@ -198,7 +198,7 @@ class Run:
         by_clients = self.settings.agent.source == "client"
         if by_clients and (lost := resumed.lost_feedback(self.start.step, every)) is not None:
             self.observer.note(lost)
-        kept = resumed.admission.quarantined - await asyncio.to_thread(requested_lifts, self.dir)
+        kept = resumed.admission.failures.quarantined - await asyncio.to_thread(requested_lifts, self.dir)
         if kept:
             self.observer.note(_still_quarantined(kept, self.settings.run_dir))
         if changed:

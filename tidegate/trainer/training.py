@@ -385,7 +385,7 @@ class Training:
     async def _watch_lifts(self) -> None:
         """Lift quarantines as the operator requests."""
         while True:
-            if lifted := await lift_requested(self.dir, self.admission.lift, self.ledger.durable):
+            if lifted := await lift_requested(self.dir, self.admission.failures.lift, self.ledger.durable):
                 self.observer.note(
                     f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"
                 )
@@ -477,10 +477,10 @@ class Training:
             "groups/filtered_failed": float(admission.filtered_alike["failed"]),
             "groups/filtered_cut": float(admission.filtered_alike["cut"]),
             **age_metrics(admission.stale_ages),
-            "groups/quarantined_tasks": float(len(admission.quarantined)),
+            "groups/quarantined_tasks": float(len(admission.failures.quarantined)),
             "attempts/live": float(admission.attempt_counts[State.LIVE]),
             "attempts/failed": float(admission.attempt_counts[State.FAILED]),
-            **{f"failures/{cause}": float(number) for cause, number in admission.failures.items()},
+            **{f"failures/{cause}": float(number) for cause, number in admission.failures.causes.items()},
             "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
             "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
             "version": float(admission.version),

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal_reason
 from tidegate.trainer.admission.cursor import TaskCursor
+from tidegate.trainer.admission.failures import Failures
 from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
@@ -40,7 +41,7 @@ from tidegate.trainer.admission.state import (
 )
 from tidegate.trainer.admission.streaks import Streaks
 from tidegate.trainer.admission.versions import PolicyVersions
-from tidegate.trainer.ledger.entries import LedgerEntry, State, entry, failure_cause
+from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerItem
 from tidegate.types import Group, Outcome
 
@@ -67,18 +68,16 @@ class Admission:
     ) -> None:
         self.rules = rules
         self.epoch = epoch
-        self.quarantined: set[str] = set()
-        self.failures: Counter[str] = Counter()
-        """Failed attempts by cause (`failure_cause`)."""
         self.streaks = Streaks(rules, stepped=step > 0)
         self.filtered_alike: Counter[str] = Counter()
+        """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
         self.stale_ages: Counter[int] = Counter()
         """Groups that ended stale, by the staleness of their oldest token."""
-        """Groups that ended `filtered` with all episodes solved ("solved"), or none ("failed")."""
         self.versions = PolicyVersions(rules, record, version)
         self.outage = Outage(record)
         self.pace = Pace(deadline_s=rules.deadline_s, tokens=rules.reply_tokens)
         self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace)
+        self.failures = Failures(rules, record, self._in_flight, self.outage)
         self._cursor = TaskCursor()
         self._record = record
         self._number = 0
@@ -149,7 +148,7 @@ class Admission:
 
     def start_group(self, ticket: TaskTicket, task: str, task_kind: str = "") -> GroupState | None:
         """Issue a group. Returns None, and uses up the ticket, if the task is quarantined."""
-        if task in self.quarantined:
+        if task in self.failures.quarantined:
             return None
         if (blocked := self.blocked_by()) is not None:
             raise LedgerError(f"cannot start a group for task {task}: {blocked}")
@@ -214,31 +213,13 @@ class Admission:
             slot.outcome = outcome
             self.outage.ended(attempt, outcome, why)
         else:
-            self._fail(slot, attempt, outcome, why, slow)
+            self.failures.charge(slot, attempt, outcome, why, slow=slow)
             if not slot.settled(self.rules):
                 return AttemptDecision.RETRY
             if slot.failures >= self.rules.max_attempts:
-                self._quarantine(group, outcome, why)
+                self.failures.quarantine(group, outcome, why)
         self._in_flight.unsettled -= 1
         return self._settle(group)
-
-    def _fail(self, slot: Slot, attempt: str, outcome: Outcome, why: str | None, slow: bool) -> None:
-        """Charge a failure to the slot's budget for its kind, or to none in an outage.
-
-        `cancelled` is a failure here: the process that ran the agent exited.
-        """
-        details = {"lost": True} if outcome is Outcome.CANCELLED else {"slow": True} if slow else {}
-        if self.outage.leaves_uncharged(attempt, outcome):
-            details["spared"] = True
-        else:
-            blameless = slow or outcome.is_infrastructure_failure
-            slot.infra_failures += blameless
-            slot.failures += not blameless
-        self.failures[failure_cause(outcome, spared="spared" in details, slow=slow)] += 1
-        state = State.CANCELLED if outcome is Outcome.CANCELLED else State.FAILED
-        self._in_flight.end_attempt(attempt, state, outcome, why, **details)
-        if outcome is not Outcome.CANCELLED:
-            self.outage.ended(attempt, outcome, why, slow=slow)
 
     def _settle(self, group: GroupState) -> AttemptDecision:
         rules = self.rules
@@ -253,44 +234,13 @@ class Admission:
         self.streaks.failed = 0
         return AttemptDecision.READY
 
-    def _quarantine(self, group: GroupState, outcome: Outcome, why: str | None) -> None:
-        if group.task not in self.quarantined:
-            self.quarantined.add(group.task)
-            self._record(
-                entry("run", "quarantined", task=group.task, group=group.id, outcome=outcome.value, why=why)
-            )
-
-    def lift(self, task: str) -> bool:
-        """Issue a quarantined task again when its turn comes; returns whether it was quarantined."""
-        if task not in self.quarantined:
-            return False
-        self.quarantined.remove(task)
-        self._record(entry("run", "lifted", task=task))
-        return True
-
     def fail_group(self, group_id: str, outcome: Outcome, why: str) -> None:
         """End a group, all of whose slots are settled, as `failed`: its episodes have no reward after all."""
         group = self.groups[group_id]
         for slot in group.slots:
-            if slot.done is not None:
-                spared = self.outage.overlapped(slot.done)
-                self.failures[failure_cause(outcome, spared=spared)] += 1
-                details = {"spared": True} if spared else {}
-                self._in_flight.end_attempt(slot.done, State.FAILED, outcome, why, **details)
-                slot.done = None
+            self.failures.withdraw(slot, outcome, why)
         self.streaks.unranked += 1
         self._in_flight.end(group, State.FAILED)
-
-    def would_quarantine(self, attempt: str, outcome: Outcome, *, slow: bool = False) -> bool:
-        """Whether ending the attempt with this outcome quarantines its task."""
-        found = self._in_flight.slot_of(attempt)
-        if slow or outcome.trainable or outcome.is_infrastructure_failure or found is None:
-            return False
-        if self.outage.leaves_uncharged(attempt, outcome):
-            return False
-        group, slot = found
-        last = group.slots[slot].failures + 1 >= self.rules.max_attempts
-        return last and group.task not in self.quarantined
 
     def cancel_group(self, group_id: str) -> None:
         """End a group as `cancelled`, as the run stops; a resumed run issues its task again."""

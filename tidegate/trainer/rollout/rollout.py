@@ -180,7 +180,7 @@ class Rollout:
             self.last_progress = time.monotonic()
             tried.append(Attempted(attempt, outcome, why))
             async with self._ending:
-                if self.admission.would_quarantine(attempt, outcome, slow=slow):
+                if self.admission.failures.would_quarantine(attempt, outcome, slow=slow):
                     await self.dead_letter(task, group.id, slot, tried)
                 probe = attempt == self.admission.outage.probe
                 decision = self.admission.end_attempt(attempt, outcome, why, slow=slow, tokens=tokens)

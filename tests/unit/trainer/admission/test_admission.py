@@ -141,7 +141,7 @@ def test_failures_retry_the_slot_then_quarantine_the_task() -> None:
             driver.core.end_attempt(driver.core.start_attempt(group, 0), Outcome.AGENT_ERROR, "boom")
         )
     assert decisions == [AttemptDecision.RETRY, AttemptDecision.RETRY, AttemptDecision.FAILED]
-    assert driver.core.quarantined == {"task0"}
+    assert driver.core.failures.quarantined == {"task0"}
     assert driver.core.start_group(TaskTicket(0), "task0") is None
     assert driver.ends("attempt") == {"failed": 3}
     assert driver.ends() == {"failed": 1}
@@ -233,25 +233,25 @@ def test_only_the_last_attempt_quarantines_the_task() -> None:
     driver = Driver(max_attempts=2)
     group = driver.start()
     first = driver.core.start_attempt(group, 0)
-    assert not driver.core.would_quarantine(first, Outcome.TIMEOUT)
+    assert not driver.core.failures.would_quarantine(first, Outcome.TIMEOUT)
     driver.core.end_attempt(first, Outcome.TIMEOUT)
-    assert not driver.core.would_quarantine(first, Outcome.TIMEOUT), "it ended already"
+    assert not driver.core.failures.would_quarantine(first, Outcome.TIMEOUT), "it ended already"
     second, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert not driver.core.would_quarantine(second, Outcome.CANCELLED)
-    assert not driver.core.would_quarantine(second, Outcome.COMPLETED)
-    assert not driver.core.would_quarantine(other, Outcome.TIMEOUT)
-    assert driver.core.would_quarantine(second, Outcome.TIMEOUT)
+    assert not driver.core.failures.would_quarantine(second, Outcome.CANCELLED)
+    assert not driver.core.failures.would_quarantine(second, Outcome.COMPLETED)
+    assert not driver.core.failures.would_quarantine(other, Outcome.TIMEOUT)
+    assert driver.core.failures.would_quarantine(second, Outcome.TIMEOUT)
     driver.core.end_attempt(second, Outcome.TIMEOUT)
-    assert driver.core.quarantined == {"task0"}
+    assert driver.core.failures.quarantined == {"task0"}
 
 
 def test_a_task_is_quarantined_once() -> None:
     driver = Driver(max_attempts=1, group_size=3)
     group = driver.start()
     one, other = driver.core.start_attempt(group, 0), driver.core.start_attempt(group, 1)
-    assert driver.core.would_quarantine(one, Outcome.TIMEOUT)
+    assert driver.core.failures.would_quarantine(one, Outcome.TIMEOUT)
     driver.core.end_attempt(one, Outcome.TIMEOUT)
-    assert not driver.core.would_quarantine(other, Outcome.TIMEOUT), "the group may still be partial"
+    assert not driver.core.failures.would_quarantine(other, Outcome.TIMEOUT), "the group may still be partial"
 
 
 def test_versions_only_rise_and_are_announced_first() -> None:
@@ -385,7 +385,9 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     for seq, one in enumerate(driver.book):
         past.apply({**one, "seq": seq})
     again = Start(Path(), version=1, past=past)
-    assert restore_admission(again, driver.book.append, driver.core.rules, {}).admission.quarantined == {task}
+    assert restore_admission(
+        again, driver.book.append, driver.core.rules, {}
+    ).admission.failures.quarantined == {task}
     again.lift_quarantine = True
     core = restore_admission(again, driver.book.append, driver.core.rules, {}).admission
     assert core.start_group(core.next_ticket(), task) is not None
@@ -430,10 +432,10 @@ def test_infra_errors_have_a_budget_of_their_own_and_quarantine_nothing() -> Non
         "the first of its own"
     )
     last = driver.core.start_attempt(group, 0)
-    assert driver.core.would_quarantine(last, Outcome.AGENT_ERROR)
-    assert not driver.core.would_quarantine(last, Outcome.INFRA_ERROR)
+    assert driver.core.failures.would_quarantine(last, Outcome.AGENT_ERROR)
+    assert not driver.core.failures.would_quarantine(last, Outcome.INFRA_ERROR)
     assert driver.core.end_attempt(last, Outcome.INFRA_ERROR) is AttemptDecision.FAILED
-    assert driver.core.quarantined == set()
+    assert driver.core.failures.quarantined == set()
     assert driver.ends() == {"failed": 1}
 
 
@@ -467,10 +469,10 @@ def test_a_policys_failure_as_the_probe_ends_the_outage_and_is_charged() -> None
     driver = Driver(max_attempts=1, groups_per_batch=8)
     core, groups = driver.core, outage(driver)
     probe = core.start_attempt(groups[0], 0)
-    assert core.would_quarantine(probe, Outcome.AGENT_ERROR)
+    assert core.failures.would_quarantine(probe, Outcome.AGENT_ERROR)
     assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptDecision.FAILED
     assert core.outage.why is None
-    assert core.quarantined == {"task0"}
+    assert core.failures.quarantined == {"task0"}
 
 
 def test_a_probe_whose_worker_is_lost_shows_no_end_of_the_outage_and_is_not_charged() -> None:
@@ -501,7 +503,7 @@ def test_failures_while_no_engine_responds_are_not_charged() -> None:
     core.outage.set_down("no engine serves")
     assert "no engine serves" in str(core.blocked_by())
     for attempt, outcome in ((one, Outcome.TIMEOUT), (other, Outcome.INFRA_ERROR)):
-        assert not core.would_quarantine(attempt, outcome)
+        assert not core.failures.would_quarantine(attempt, outcome)
         assert core.end_attempt(attempt, outcome) is AttemptDecision.RETRY
     assert not core.outage.may_attempt()
     assert [one["spared"] for one in driver.book if one.get("outcome")] == [True, True]

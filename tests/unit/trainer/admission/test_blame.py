@@ -70,7 +70,7 @@ class Broken:
                 outcome = self.rng.choice((outcome, Outcome.TIMEOUT, Outcome.REWARD_ERROR))
             elif known:
                 outcome = self.rng.choice((outcome, Outcome.CANCELLED, *CHARGED))
-        assert not self.core.would_quarantine(attempt, outcome)
+        assert not self.core.failures.would_quarantine(attempt, outcome)
         if self.core.end_attempt(attempt, outcome) is AttemptDecision.READY:
             self.core.cancel_group(attempt.rpartition(".")[0].rpartition(".")[0])
 
@@ -89,9 +89,9 @@ def test_outages_alone_quarantine_no_task(seed: int, attempts: int, size: int, i
     run = Broken(rules, random.Random(seed))
     for _ in range(600):
         run.event()
-    assert run.core.quarantined == set()
+    assert run.core.failures.quarantined == set()
     assert not any(one["event"] == "quarantined" for one in run.book)
-    assert all("infra" in cause or "lost" in cause or "outage" in cause for cause in run.core.failures)
+    assert all("infra" in cause or "lost" in cause or "outage" in cause for cause in run.core.failures.causes)
 
 
 def make(**changes: int) -> tuple[Admission, list[LedgerEntry], str]:
@@ -120,12 +120,12 @@ def test_a_failure_after_an_outage_that_began_during_the_attempt_is_not_charged(
     core.outage.set_down("no engine serves")
     core.outage.set_down(None)
     later = core.start_attempt(group, 1)
-    assert not core.would_quarantine(attempt, outcome)
+    assert not core.failures.would_quarantine(attempt, outcome)
     assert core.end_attempt(attempt, outcome) is AttemptDecision.RETRY
-    assert core.failures == {f"{outcome.value}_in_outage": 1}
+    assert core.failures.causes == {f"{outcome.value}_in_outage": 1}
     assert book[-1].get("spared")
     assert core.end_attempt(later, outcome) is AttemptDecision.FAILED, "it began after the outage"
-    assert core.quarantined == {"task"}
+    assert core.failures.quarantined == {"task"}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.TIMEOUT, Outcome.REWARD_ERROR])
@@ -144,7 +144,7 @@ def test_a_timeout_of_slow_engines_is_not_charged_to_the_task() -> None:
     attempt = core.start_attempt(group, 0)
     assert core.end_attempt(attempt, Outcome.TIMEOUT, slow=True) is AttemptDecision.RETRY
     assert book[-1].get("slow")
-    assert core.quarantined == set()
+    assert core.failures.quarantined == set()
 
 
 def test_no_group_starts_beyond_what_slow_engines_serve() -> None:
@@ -170,7 +170,7 @@ def test_a_probe_is_none_any_more_when_engines_are_lost() -> None:
     core.outage.set_down("no engine serves")
     core.outage.set_down(None)
     assert core.end_attempt(probe, Outcome.AGENT_ERROR) is AttemptDecision.RETRY
-    assert core.quarantined == set()
+    assert core.failures.quarantined == set()
 
 
 def test_failures_that_an_outage_leaves_behind_are_not_evidence_of_another_one() -> None:
@@ -189,8 +189,8 @@ def test_an_attempt_whose_process_exits_again_and_again_has_a_limit_and_blames_n
         core.end_attempt(core.start_attempt(group, 0), Outcome.CANCELLED, "exited") for _ in range(3)
     ]
     assert decisions == [AttemptDecision.RETRY, AttemptDecision.RETRY, AttemptDecision.FAILED]
-    assert core.quarantined == set()
-    assert core.failures == {"worker_lost": 3}
+    assert core.failures.quarantined == set()
+    assert core.failures.causes == {"worker_lost": 3}
     past = LedgerState()
     for seq, one in enumerate(book):
         past.apply({**one, "seq": seq})

@@ -110,5 +110,5 @@ def test_a_simulated_run_on_slow_engines_trains() -> None:
     core = run._core
     assert run._step == 4
     assert core.pace.limit < 16
-    assert core.quarantined == set()
+    assert core.failures.quarantined == set()
     assert core.outage.why is None

@@ -144,7 +144,7 @@ async def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) 
     request_lift(stage.dir, ["bad"])
 
     def crash(task: str) -> bool:
-        stage.core.lift(task)
+        stage.core.failures.lift(task)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

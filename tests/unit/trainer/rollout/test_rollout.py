@@ -234,7 +234,7 @@ async def test_a_group_that_fails_is_dropped_and_its_task_never_served_again(
     stage = make(Script(lambda name: Outcome.AGENT_ERROR if "g1-000001" in name else Outcome.COMPLETED))
     await stage.until(lambda: len(stage.script.sealed) == 2)
     assert stage.script.dropped[0] == "g1-000001"
-    assert stage.core.quarantined == {"t0"}
+    assert stage.core.failures.quarantined == {"t0"}
     tries = Counter(one.rpartition(".")[0] for one in stage.script.opened)
     assert max(tries.values()) == stage.core.rules.max_attempts
 
@@ -349,7 +349,7 @@ async def test_a_group_without_a_ranking_fails_with_all_its_episodes(make: Calla
         ("attempt", "failed", "reward_error"),
         ("group", "failed", None),
     ]
-    assert stage.core.quarantined == set(), "the task is not to blame"
+    assert stage.core.failures.quarantined == set(), "the task is not to blame"
     assert stage.core.streaks.no_progress_reason() is None
 
 
@@ -370,7 +370,7 @@ async def test_an_outage_pauses_the_run_and_spends_no_task(make: Callable[..., S
             replace(stage.rollout.pause, limit_s=-1.0).check()
         script.outcome = lambda _: Outcome.COMPLETED
         await stage.settle(rollout, lambda: len(script.sealed) == 4)
-    assert stage.core.quarantined == set()
+    assert stage.core.failures.quarantined == set()
     assert stage.core.group_counts["failed"] == 0
     assert script.letters == []
     assert "ended infra_error" in script.notes[0]
@@ -499,7 +499,7 @@ async def test_each_episode_that_failed_is_counted_once(make: Callable[..., Stag
 
 async def test_only_quarantined_tasks_left_is_an_error(make: Callable[..., Stage]) -> None:
     stage = make(Script())
-    stage.core.quarantined = {f"t{n}" for n in range(module.MAX_QUARANTINED_IN_A_ROW + 1)}
+    stage.core.failures.quarantined = {f"t{n}" for n in range(module.MAX_QUARANTINED_IN_A_ROW + 1)}
     with pytest.raises(NoUsableEpisodesError, match="every task is quarantined"):
         await stage.until(lambda: False)
 
