@@ -132,8 +132,8 @@ async def test_a_lift_is_requested_carried_out_once_and_entered(
     main(["tasks", str(stage.dir)])
     assert "its lift is requested" in capsys.readouterr().out
     request_lift(stage.dir, ["bad", "easy"])
-    assert await lift_requested(stage.dir, stage.core.lift, durable) == ["bad"]
-    assert await lift_requested(stage.dir, stage.core.lift, durable) == []
+    assert await lift_requested(stage.dir, stage.core.failures.lift, durable) == ["bad"]
+    assert await lift_requested(stage.dir, stage.core.failures.lift, durable) == []
     assert requested_lifts(stage.dir) == set()
     assert stage.listed(capsys, "--quarantined") == []
     stage.group("bad", [Outcome.COMPLETED])
@@ -149,7 +149,7 @@ async def test_a_lift_that_a_crash_interrupts_is_carried_out_once(stage: Stage) 
 
     with pytest.raises(KeyboardInterrupt):
         await lift_requested(stage.dir, crash, durable)
-    assert await lift_requested(stage.dir, stage.core.lift, durable) == []
+    assert await lift_requested(stage.dir, stage.core.failures.lift, durable) == []
     book = (stage.dir / "ledger.jsonl").read_text().splitlines()
     assert sum('"lifted"' in line for line in book) == 1
 
@@ -183,7 +183,7 @@ async def test_a_damaged_request_is_named(stage: Stage) -> None:
     (stage.dir / "lifts").mkdir()
     (stage.dir / "lifts" / "1.json").write_text("7")
     with pytest.raises(TidegateError, match=r"1\.json cannot be read .*; remove it"):
-        await lift_requested(stage.dir, stage.core.lift, durable)
+        await lift_requested(stage.dir, stage.core.failures.lift, durable)
 
 
 @pytest.mark.parametrize(
