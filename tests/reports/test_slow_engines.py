@@ -215,7 +215,7 @@ def test_slow_engines_quarantine_no_task_and_are_no_outage() -> None:
     core, group, book = admission(max_attempts=2, max_infra_attempts=THRESHOLD + 1)
     for _ in range(THRESHOLD):
         attempt = core.start_attempt(group, 0)
-        assert not core.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
+        assert not core.failures.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
         assert core.end_attempt(attempt, Outcome.TIMEOUT, "slow", slow=True) is AttemptDecision.RETRY
     assert core.outage.why is None
     assert core.failures.causes == {"slow_engines": THRESHOLD}
