@@ -57,7 +57,8 @@ async def test_a_deleted_conversation_is_not_tried_for_ever_nor_kept_in_any_inde
     async with aiohttp.ClientSession() as http:
         assert await group_call(http, stage, "DELETE", name, key) == {}
     one = made[0]
-    held = (one._open, one._by_name, one._by_reply, one._by_history, one._by_digest, one._calling)
+    held = (*vars(one._index).values(), one._calling)
+    assert len(held) == 6
     await eventually(lambda: not any(held))
     assert sessions(stage) == []
     assert "could not be ended" not in caplog.text

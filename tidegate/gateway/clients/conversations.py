@@ -14,11 +14,10 @@ import math
 import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.calls import ClientCall, read_call
+from tidegate.gateway.clients.conversation_index import Conversation, ConversationIndex, bare_reply_id
 from tidegate.gateway.clients.notes import notes_of, received
 from tidegate.gateway.clients.protection import CallRates, check_total
 from tidegate.gateway.dialects.base import Dialect
@@ -41,25 +40,6 @@ MAX_CONVERSATIONS = 10_000
 them may always begin one."""
 MAX_UNREWARDED = 1000
 """Limit of the ended conversations without a reward that are kept for each client; the oldest is deleted."""
-Key = tuple[str, object]
-"""Client, and what identifies a reply or a conversation among the client's."""
-
-
-@dataclass(eq=False, slots=True)
-class Conversation:
-    """A conversation that has not ended."""
-
-    session: GatewaySession
-    client: str
-    used: float
-    """Time of its last call or feedback, on the event loop's clock."""
-    indexed: int = 0
-    """Number of its turns that the indices have."""
-    keys: list[Key] = field(default_factory=list)
-    failures: int = 0
-    """Number of tries to end it that failed."""
-    again: float = 0.0
-    """Time of the next try."""
 
 
 class Conversations:
@@ -71,15 +51,7 @@ class Conversations:
         gateway.sessions.on_forgotten = self._on_forgotten
         self._failed: list[str] = []
         """Why conversations could not be ended in this sweep."""
-        self._open: dict[str, Conversation] = {}
-        """By session id."""
-        self._by_name: dict[Key, Conversation] = {}
-        self._by_reply: dict[Key, tuple[Conversation, int]] = {}
-        """By reply id: the conversation and the index of the turn."""
-        self._by_history: dict[Key, list[Conversation]] = {}
-        """By the hash of a history that ends in a reply: the conversations that have it, oldest first."""
-        self._by_digest: dict[Key, Conversation] = {}
-        """By the digest of a first request, which its retry repeats."""
+        self._index = ConversationIndex()
         self._calling: set[Conversation] = set()
         """Conversations with calls since the indices were updated."""
         self._beginning = asyncio.Lock()
@@ -103,7 +75,7 @@ class Conversations:
         for session in self._gateway.sessions.all():
             sealed = self._gateway.groups.get(session.group_id or "") is not None
             if session.conversation is not None and session.client is not None and not sealed:
-                self._index(self._add(session, session.client, now))
+                self._index.add_turns(self._index.add(session, session.client, now))
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -136,7 +108,7 @@ class Conversations:
 
     def _find(self, client: str, call: ClientCall) -> Conversation | None:
         if call.previous is not None:
-            reply = self._by_reply.get((client, call.previous))
+            reply = self._index.reply(client, call.previous)
             if reply is None or self._is_over(reply[0]):
                 raise ApiError(
                     f"there is no response {call.previous!r} of this key, or its conversation has ended"[
@@ -147,32 +119,24 @@ class Conversations:
                 )
             return reply[0]
         if call.name is not None:
-            found = self._by_name.get((client, call.name))
+            found = self._index.named(client, call.name)
             return None if found is None or self._is_over(found) else found
-        repeated = self._by_digest.get((client, call.digest)) if call.retry else None
+        repeated = self._index.beginning_with(client, call.digest) if call.retry else None
         if repeated is not None and not self._is_over(repeated):
             return repeated
-        return self._extended(client, call.replies)
+        extended = self._index.extended(client, call.replies)
+        return next((one for one in extended if not self._is_over(one)), None)
 
     def _is_over(self, conversation: Conversation) -> bool:
         """Return whether it accepts no more calls, though it may still be scored."""
         return conversation.session.closed is not None or conversation.session.id in self._ending
 
-    def _extended(self, client: str, replies: Sequence[bytes]) -> Conversation | None:
-        """Return the conversation whose history a call extends, preferably by its newest reply."""
-        for reply in replies:
-            having = [one for one in self._by_history.get((client, reply), []) if not self._is_over(one)]
-            newest = (one for one in having if one.session.tree.nodes[-1].reply_hash == reply)
-            if (found := next(newest, having[0] if having else None)) is not None:
-                return found
-        return None
-
     async def _begin(self, client: str, call: ClientCall) -> Conversation:
-        held = Counter(one.client for one in self._open.values())
+        held = Counter(one.client for one in self._index.open.values())
         if not has_room(held, client, MAX_CONVERSATIONS, least=1):
             raise ApiError(
-                f"{len(self._open)} conversations have not ended, {held[client]} of them of this key, which "
-                "is the limit; try again later",
+                f"{len(self._index.open)} conversations have not ended, {held[client]} of them of this key, "
+                "which is the limit; try again later",
                 status=429,
                 type="too_many_conversations",
                 code="too_many_conversations",
@@ -189,42 +153,17 @@ class Conversations:
             candidate=self._gateway.pool.draws_candidate(group_id),
         )
         session, _ = await self._gateway.open_session(request, client, call.name or "")
-        found = self._add(session, client, asyncio.get_running_loop().time())
-        self._note(found, self._by_digest, call.digest, found)
+        found = self._index.add(session, client, asyncio.get_running_loop().time())
+        self._index.add_first_request(found, call.digest)
         return found
-
-    def _add(self, session: GatewaySession, client: str, now: float) -> Conversation:
-        conversation = self._open[session.id] = Conversation(session, client, now)
-        if session.conversation:
-            self._note(conversation, self._by_name, session.conversation, conversation)
-        return conversation
-
-    def _note(self, conversation: Conversation, index: dict[Key, Any], what: object, value: object) -> None:
-        key = (conversation.client, what)
-        conversation.keys.append(key)
-        index[key] = value
 
     def _update(self) -> None:
         """Index the turns that calls have recorded."""
         for conversation in list(self._calling):
-            self._index(conversation)
+            self._index.add_turns(conversation)
             if not conversation.session.calls.running:
                 conversation.used = asyncio.get_running_loop().time()
                 self._calling.discard(conversation)
-
-    def _index(self, conversation: Conversation) -> None:
-        nodes = conversation.session.tree.nodes
-        for index in range(conversation.indexed, len(nodes)):
-            node = nodes[index]
-            if node.request.id:
-                self._note(conversation, self._by_reply, node.request.id, (conversation, index))
-            if index == 0:
-                self._note(conversation, self._by_digest, node.request.digest, conversation)
-            if node.reply_hash:
-                key = (conversation.client, node.reply_hash)
-                conversation.keys.append(key)
-                self._by_history.setdefault(key, []).append(conversation)
-        conversation.indexed = len(nodes)
 
     # -- feedback --------------------------------------------------------------------------------
 
@@ -259,10 +198,10 @@ class Conversations:
         if name in self._scored_by:
             raise GatewayError(f"{name!r} is the name of a reward function; use another one", status=400)
         self._update()
-        reply = self._by_reply.get((client, _reply_id(about)))
-        conversation = self._named(client, about)
+        reply = self._index.reply(client, bare_reply_id(about))
+        conversation = self._index.about(client, about)
         if conversation is None:
-            conversation = self._replying(client, _reply_id(about))
+            conversation = self._replying(client, bare_reply_id(about))
             if conversation is not None and (turn or comment is not None or correction is not None):
                 why = (
                     "the reply is not complete: repeat feedback for it alone, comments and corrections later"
@@ -301,7 +240,7 @@ class Conversations:
             GatewayError: 404 if the key has none of these.
         """
         self._update()
-        conversation = self._named(client, about)
+        conversation = self._index.about(client, about)
         group_id = f"{client}.{about}" if conversation is None else conversation.session.group_id or ""
         groups = self._gateway.groups
         known = (
@@ -316,11 +255,6 @@ class Conversations:
         again = groups.end_reason(group_id) == ERASED
         await self._gateway.erase(group_id)
         return group_id.rpartition(".")[2], again
-
-    def _named(self, client: str, about: str) -> Conversation | None:
-        """Return the conversation with a reply of this id, or with this name."""
-        reply = self._by_reply.get((client, _reply_id(about)))
-        return reply[0] if reply is not None else self._by_name.get((client, about))
 
     def _replying(self, client: str, reply_id: str) -> Conversation | None:
         """Return the conversation with a reply of this id that is still being sampled."""
@@ -353,7 +287,7 @@ class Conversations:
             await asyncio.sleep(SWEEP_S)
             self._update()
             now = asyncio.get_running_loop().time()
-            for conversation in list(self._open.values()):
+            for conversation in list(self._index.open.values()):
                 session = conversation.session
                 due = session.id not in self._ending and now >= conversation.again
                 if due and not session.calls.running:
@@ -377,7 +311,7 @@ class Conversations:
     def _on_ended(self, conversation: Conversation, task: asyncio.Task[None]) -> None:
         session_id = conversation.session.id
         del self._ending[session_id]
-        if task.cancelled() or (error := task.exception()) is None or session_id not in self._open:
+        if task.cancelled() or (error := task.exception()) is None or session_id not in self._index.open:
             return
         if isinstance(error, GatewayError):  # it is tried again
             delay_s = backoff_s(conversation.failures, SWEEP_S, LONGEST_S)
@@ -403,25 +337,9 @@ class Conversations:
 
     def _on_forgotten(self, session: GatewaySession) -> None:
         """End a conversation whose session was deleted: its client or the trainer ended its group."""
-        if (conversation := self._open.get(session.id)) is not None:
+        if (conversation := self._index.open.get(session.id)) is not None:
             self._forget(conversation)
 
     def _forget(self, conversation: Conversation) -> None:
-        if self._open.pop(conversation.session.id, None) is None:
-            return  # it was deleted meanwhile
         self._calling.discard(conversation)
-        for key in conversation.keys:
-            for index in (self._by_name, self._by_digest):
-                if index.get(key) is conversation:  # not one that began since with the same name or words
-                    del index[key]
-            if (reply := self._by_reply.get(key)) is not None and reply[0] is conversation:
-                del self._by_reply[key]
-            if having := self._by_history.get(key):
-                having[:] = [one for one in having if one is not conversation]
-                if not having:
-                    del self._by_history[key]
-
-
-def _reply_id(about: str) -> str:
-    """Return a reply's id without the prefix that its dialect gives it."""
-    return about.rpartition("-")[2].rpartition("_")[2]
+        self._index.remove(conversation)
