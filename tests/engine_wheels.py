@@ -20,7 +20,7 @@ from tests import REPO
 
 _ROUTE = re.compile(r"""@\w+\.(?:get|post|put|delete|api_route)\(\s*["'](/[^"']*)["']""")
 SGLANG = {
-    "/generate": ("GenerateReqInput", "input_ids sampling_params return_logprob stream rid"),
+    "/generate": ("GenerateReqInput", "input_ids sampling_params return_logprob stream rid cache_salt"),
     "/abort_request": ("AbortReq", "rid"),
     "/model_info": ("", ""),
     "/server_info": ("", ""),

@@ -156,6 +156,8 @@ class Settings(SettingsSection):
                 'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '
                 'loads weights from files only; use "files"'
             )
+        if self.engine.pause == "in_place":
+            self._check_pause()
         self._check_source()
         self._check_promotion()
         self._check_evaluation()
@@ -170,6 +172,19 @@ class Settings(SettingsSection):
                 "set gateway.admin_key"
             )
         return self
+
+    def _check_pause(self) -> None:
+        """Raises ValueError if settings contradict `engine.pause = "in_place"`."""
+        if self.gateway.url is not None:
+            raise ValueError(
+                'engine.pause = "in_place" has no effect with gateway.url: the gateway there labels keys and '
+                "values only if it has this setting, too; use a gateway that the run starts"
+            )
+        if self.trainer.promotion.mode != "always":
+            raise ValueError(
+                f'engine.pause = "in_place" contradicts trainer.promotion.mode = '
+                f'"{self.trainer.promotion.mode}", which takes versions back: remove one of the two'
+            )
 
     def _check_promotion(self) -> None:
         """Raises ValueError if settings contradict `trainer.promotion`."""

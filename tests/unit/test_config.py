@@ -460,6 +460,29 @@ def test_weights_are_published_in_the_number_type_that_the_engines_are_given(
         assert settings.numbered(0) == arguments
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--engine.kind=vllm"], 'needs engine.kind = "sglang", not "vllm"'),
+        (["--gateway.url=http://host:8000"], "has no effect with gateway.url"),
+        (
+            ["--trainer.promotion.mode=evaluated", "--engine.count=2", "--eval.every=1"],
+            'contradicts trainer.promotion.mode = "evaluated"',
+        ),
+    ],
+)
+def test_keys_and_values_are_kept_where_they_are_labelled(
+    tmp_path: Path, more: list[str], message: str
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')
+    kept = ["--engine.kind=sglang", "--engine.python=/opt/bin/python", "--engine.pause=in_place"]
+    settings = load_settings(file, kept)
+    assert "--engine.pause=in_place" in gateway_arguments(settings, "127.0.0.1")
+    with pytest.raises(ConfigError, match=message):
+        load_settings(file, [*kept, *more])
+
+
 def test_vllm_takes_weights_from_files_only(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('[env]\nuse = "arithmetic"\n[agent]\nuse = "solver"\n[model]\npath = "m"\n')

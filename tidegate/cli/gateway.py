@@ -120,7 +120,11 @@ def _options(
         reward_range=gateway.reward_range,
         redact=None if gateway.redact is None else load_object(gateway.redact, {}, "redaction"),
         journal=journal,
-        pool=PoolOptions(shards=shards, key=secrets.get("engine_key")),
+        pool=PoolOptions(
+            shards=shards,
+            key=secrets.get("engine_key"),
+            keeps_kv=settings.engine.pause == "in_place",
+        ),
         id_prefix=id_prefix(index) if shards > 1 else "",
     )
 

@@ -23,6 +23,10 @@ class EngineAddresses(SettingsSection):
     urls: list[HttpUrl] = []
     """Addresses of running engines, such as `http://host:30000`. Their key, if any, is given in
     TIDEGATE_ENGINE_KEY. Without them a run starts `count` engines."""
+    pause: Literal["retract", "in_place"] = "retract"
+    """How SGLang pauses for new weights. retract: keys and values of running requests are computed again;
+    in_place: the requests keep them, and their turns have the oldest version as `kv_version`
+    (docs/sglang.md)."""
 
 
 class ExternalEngine(SettingsSection):
@@ -108,6 +112,10 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
             raise ValueError(
                 f"engine.count = {self.count} is the number of engines to start, but engine.urls names "
                 "running ones; remove one of the two"
+            )
+        if self.pause == "in_place" and self.kind != "sglang":
+            raise ValueError(
+                f'engine.pause = "in_place" needs engine.kind = "sglang", not "{self.kind}": remove it'
             )
         if self.kind == "embedded" and (self.python or self.arguments):
             raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')

@@ -304,7 +304,7 @@ class Training:
             current=(self.start.weights, self.start.version),
             retry_s=restart_s(settings.engine), sender=sender,
             deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
-            durable=self.ledger.durable,
+            durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
             listed_ids=settings.trainer.loss.listed_ids,
         )  # fmt: skip
 

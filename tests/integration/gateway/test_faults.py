@@ -70,6 +70,25 @@ async def test_a_failing_engine_is_a_slow_answer(stage: Stage, faults: list[Faul
     assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.COMPLETED, 1)
 
 
+async def test_a_reply_over_kept_keys_and_values_has_their_version(tmp_path: Path) -> None:
+    """They are as old as the version that the gateway knew when it made the call, at most."""
+    options = PoolOptions(probe_every_s=0.05, keeps_kv=True)
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=options) as stage:
+        access, llm = await opened(stage)
+        (endpoint,) = stage.gateway.pool.engines()
+        stage.engine.faults += [Fault("none"), Fault("version", 2)]
+        await ask(llm)
+        stage.engine.version = "partial"  # as while weights are sent
+        await eventually(lambda: endpoint.weight_version == "partial")
+        await ask(llm, messages=[{"role": "user", "content": "2+2?"}])
+        assert [request["cache_salt"] for request in stage.engine.requests] == ["0", "0"]
+        turns = (await ended(stage, access)).turns
+        assert [(turn.kv_version, turn.version_spans[0].version) for turn in turns] == [(None, 0), (0, 2)]
+        assert turns[1].oldest_version() == 0
+        stage.engine.version = "3"
+        await eventually(lambda: endpoint.version == 3)
+
+
 async def test_an_engine_that_restarts_at_its_address_is_used_again(stage: Stage) -> None:
     access, llm = await opened(stage)
     assert await ask(llm)

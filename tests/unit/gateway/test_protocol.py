@@ -122,6 +122,26 @@ def test_pieces_of_one_reply_join_exactly() -> None:
     )
 
 
+def test_a_call_shares_keys_and_values_with_calls_of_the_same_version_only() -> None:
+    order = GenerateRequest(np.array([1], dtype=np.int32), {}, 10)
+    assert orjson.loads(request_body(order, GenerateResult(), "r", 3))["cache_salt"] == "3"
+    assert "cache_salt" not in orjson.loads(request_body(order, GenerateResult(), "r"))
+
+
+@pytest.mark.parametrize(
+    ("oldest", "told", "kv_version"),
+    [(3, {}, None), (4, {}, None), (2, {}, 2), (2, {"kv_version": "1"}, 1), (None, {}, None)],
+)
+def test_tokens_later_than_the_kept_keys_and_values_have_their_version(
+    oldest: int | None, told: dict[str, str], kv_version: int | None
+) -> None:
+    """The engine's own report counts more. Without a known version the tokens have none."""
+    sampled = read_reply(payload([7, 8], **told))
+    sampled.note_kept_kv(oldest)
+    assert sampled.kv_version == kv_version
+    assert sampled.spans == ([] if oldest is None else [VersionSpan(3, 0, 2)])
+
+
 LISTED = [[[-0.5, 7, None], [-1.5, 3, None]], [[-0.1, 4, None], [-0.4, 9, None]]]
 """Likeliest ids of two tokens: the first is among them, the second is less likely than both."""
 

@@ -39,6 +39,8 @@ class PoolOptions:
     """Number of gateways that share the engines."""
     key: str | None = field(default=None, repr=False)
     """Key of the engines."""
+    keeps_kv: bool = False
+    """Engines keep keys and values when they load weights, and do not report their versions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +62,8 @@ class EngineEndpoint:
     max_context: int | None = None
     _: KW_ONLY
     weight_version: str | None = None
+    version: int | None = None
+    """Oldest version of its weights, and of those behind a router, when all reported one; None: never."""
     failures: int = 0
     limit: int = DEFAULT_CALLS
     """Largest number of concurrent calls; further calls are queued."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
 from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint, PoolOptions
+from tidegate.gateway.engines.protocol import read_version
 from tidegate.service.backoff import backoff_s
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
@@ -124,6 +125,9 @@ class HealthProbe:
         engine.limit = self._limit([_positive(info, "max_slots") for info in infos])
         versions = sorted({str(info.get("weight_version")) for info in infos})
         engine.weight_version = ", ".join(versions)  # engines behind a router may differ
+        numbers = [number for label in versions if (number := read_version(label)) is not None]
+        if len(infos) == len(replies) and len(numbers) == len(versions):
+            engine.version = min(numbers)
         return True
 
     def _limit(self, slots: list[int | None]) -> int:

@@ -260,11 +260,15 @@ class EnginePool:
         previous_ids = list(result.ids)
         piece, stopped = GenerateResult(), False
         stop_after = request.unseen_stop_search(previous_ids)
+        # Versions only grow, so all keys and values that calls with this number share are at least as new.
+        oldest_kv = engine.version if self._options.keeps_kv else None
 
         def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
             engine.seen = asyncio.get_running_loop().time()
             engine.received += len(newer.ids) - len(piece.ids)
+            if self._options.keeps_kv:
+                newer.note_kept_kv(oldest_kv)
             piece = newer
             if on_ids is not None:
                 on_ids(previous_ids + newer.ids)
@@ -279,7 +283,7 @@ class EnginePool:
                 engine.calls[rid] = timeout
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
-                body = request_body(request, result, rid)
+                body = request_body(request, result, rid, oldest_kv)
                 await self._client.generate(engine.url, body, stream, take, request.top_logprobs)
             engine.failures = 0
         except OSError as error:

@@ -142,6 +142,14 @@ class GenerateResult:
         del self.ids[end:], self.logprobs[end:], self.masses[end:], self.top[end:]
         self.spans = spans_within(self.spans, 0, end)
 
+    def note_kept_kv(self, oldest: int | None) -> None:
+        """Sets `kv_version` if tokens are of a later version than `oldest`, from which version on the engine
+        computed the keys and values; None: it is unknown, and so is the version of the tokens."""
+        if oldest is None:
+            self.spans = []
+        elif self.kv_version is None and any(span.version > oldest for span in self.spans):
+            self.kv_version = oldest
+
     def extend(self, piece: GenerateResult) -> None:
         """Append the result of a further engine call; merges adjacent spans of the same version."""
         offset = len(self.ids)
@@ -173,10 +181,13 @@ def trainable_tokens(result: GenerateResult) -> npt.NDArray[np.uint8]:
     return (np.asarray(result.masses) >= 1 - MASS_TOLERANCE).astype(np.uint8)
 
 
-def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> bytes:
+def request_body(
+    request: GenerateRequest, result: GenerateResult, rid: str, oldest_kv: int | None = None
+) -> bytes:
     """Return the JSON body of a `/generate` call that continues after the tokens in `result`. Engines seed
     each draw by seed and output position, so a continuation needs a seed of its own: with the same seed it
-    would repeat the first draws."""
+    would repeat the first draws. With `oldest_kv` the engine reuses keys and values only of calls with the
+    same value."""
     prompt = request.prompt
     params = {**request.params, "max_new_tokens": request.max_new_tokens - len(result.ids)}
     if result.ids:
@@ -192,6 +203,8 @@ def request_body(request: GenerateRequest, result: GenerateResult, rid: str) -> 
     }
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
+    if oldest_kv is not None:
+        body["cache_salt"] = str(oldest_kv)
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -194,7 +194,8 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
     Engines are added when they are ready; keys and the environment's options are passed as secrets.
     """
     gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
-    sections: dict[str, Any] = {"model": settings.model, "gateway": gateway}
+    engine = {"pause": settings.engine.pause}
+    sections: dict[str, Any] = {"model": settings.model, "engine": engine, "gateway": gateway}
     if settings.agent.source == "client":
         gateway["keys"] = settings.gateway.keys and settings.gateway.keys.absolute()
         sections["clients"] = {

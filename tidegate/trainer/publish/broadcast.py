@@ -187,7 +187,7 @@ class WeightBroadcaster:
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group.name,
-            "flush_cache": True,
+            "flush_cache": not engine.keeps_kv,
             "abort_all_requests": False,
             "weight_version": PARTIAL,
         }

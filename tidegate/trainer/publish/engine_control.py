@@ -27,11 +27,17 @@ PROBE_TIMEOUT_S = 2.0
 
 
 class EngineControl:
-    """Control calls of one engine, in SGLang's protocol. All methods raise EngineError."""
+    """Control calls of one engine, in SGLang's protocol. All methods raise EngineError.
 
-    def __init__(self, url: str, http: aiohttp.ClientSession) -> None:
+    With `keep_kv_of` a pause leaves running requests their keys and values if the engine has this version.
+    """
+
+    def __init__(self, url: str, http: aiohttp.ClientSession, keep_kv_of: int | None = None) -> None:
         self.url = url.rstrip("/")
+        self.keeps_kv = False
+        """Whether requests of the last pause keep their keys and values."""
         self._http = http
+        self._keep_kv_of = keep_kv_of
 
     async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
         """POST `body`, or GET if it is None.
@@ -134,14 +140,14 @@ class EngineControl:
         meanwhile would leave it paused.
         """
         size = await asyncio.to_thread(_total_bytes, weights)
-        body = {
-            "model_path": str(weights), "weight_version": str(version), "flush_cache": True,
-            "abort_all_requests": False,
-        }  # fmt: skip
         try:
             info = await self.call("/model_info")
             if not info.get("staged"):
                 await self.pause()
+            body = {
+                "model_path": str(weights), "weight_version": str(version),
+                "flush_cache": not self.keeps_kv, "abort_all_requests": False,
+            }  # fmt: skip
             await self.call("/update_weights_from_disk", body, size)
             await self.verify(version)
             await self.resume()
@@ -150,7 +156,11 @@ class EngineControl:
             raise
 
     async def pause(self) -> None:
-        await self.call("/pause_generation", {"mode": "retract"})
+        if self._keep_kv_of is not None:  # only now: the label changes before the next pause
+            label = (await self.call("/model_info")).get("weight_version")
+            self.keeps_kv = label == str(self._keep_kv_of)
+            self._keep_kv_of = None
+        await self.call("/pause_generation", {"mode": "in_place" if self.keeps_kv else "retract"})
 
     async def resume(self) -> None:
         await self.call("/continue_generation", {})

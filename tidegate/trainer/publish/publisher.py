@@ -6,8 +6,9 @@ All weights that are sent to the engines (`trainer.publish_transport = "broadcas
 written, so that the engines do not wait for the disk.
 
 Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`:
-running requests keep their tokens, and their keys and values are recomputed with the new weights. An engine
-that cannot be updated is reported, so that its owner restarts or removes it.
+running requests keep their tokens, and their keys and values are recomputed with the new weights. With
+`engine.pause = "in_place"` a publish leaves them to engines that have the version before; any other load
+drops them. An engine that cannot be updated is reported, so that its owner restarts or removes it.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Publisher:
     """Forces the ledger to disk before a version exists, so that no start reuses its number."""
     kept: Path | None = None
     """Directory of a published version that is not removed."""
+    keeps_kv: bool = False
+    """Whether running requests keep their keys and values (`engine.pause = "in_place"`)."""
     listed_ids: int = 0
     """Number of likeliest ids that engines must report in place of each token."""
     unavailable: set[str] = field(default_factory=set)
@@ -147,10 +150,11 @@ class Publisher:
     async def _go_live(self, weights: Path | None, version: int) -> None:
         """Load a version on every engine; without a directory its weights are sent first and then written."""
         await self.cancel_stale(version)
+        keep_kv_of = self.current[1] if self.keeps_kv else None
         async with self._update_lock, aiohttp.ClientSession() as http:
             skipped, loaded = await self._unresponsive(http), set[str]()
             if weights is None:
-                loaded = await self._send(http, version, skipped)
+                loaded = await self._send(http, version, skipped, keep_kv_of)
                 try:
                     weights = await self._write(self.writer.write_full, version)
                 except BaseException:
@@ -161,8 +165,8 @@ class Publisher:
                 self._set_current(weights, version)
                 if delta_files.is_delta(weights):
                     loaded = await self._load_delta(http, weights, version, skipped)
-                loaded |= await self._send(http, version, skipped | loaded)
-            updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded)
+                loaded |= await self._send(http, version, skipped | loaded, keep_kv_of)
+            updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded, keep_kv_of)
         await self._set_service(updated, failed)
         await asyncio.to_thread(self._prune)
 
@@ -209,13 +213,15 @@ class Publisher:
             self._pending.discard(url)
             await self.quarantine(url, str(failed[url]))
 
-    async def _send(self, http: aiohttp.ClientSession, version: int, skipped: set[str]) -> set[str]:
+    async def _send(
+        self, http: aiohttp.ClientSession, version: int, skipped: set[str], keep_kv_of: int | None
+    ) -> set[str]:
         """Send all weights to the engines that are not skipped; returns the URLs of those that have them."""
         if self.sender is None:
             return set()
         urls = self.engines()
         self.sender.retain(urls)
-        engines = [EngineControl(url, http) for url in urls if url not in skipped]
+        engines = [EngineControl(url, http, keep_kv_of) for url in urls if url not in skipped]
         return await self.sender.send(engines, version) if engines else set()
 
     async def _load_delta(
@@ -304,7 +310,13 @@ class Publisher:
         self._pending.update(urls)
 
     async def _update_in_rounds(
-        self, http: aiohttp.ClientSession, weights: Path, version: int, unresponsive: set[str], sent: set[str]
+        self,
+        http: aiohttp.ClientSession,
+        weights: Path,
+        version: int,
+        unresponsive: set[str],
+        sent: set[str],
+        keep_kv_of: int | None = None,
     ) -> tuple[set[str], dict[str, EngineError]]:
         """Load on all responsive engines, and retry those that may yet succeed.
 
@@ -330,7 +342,7 @@ class Publisher:
                 break
             if attempt > 1:  # an exited engine restarts meanwhile, with the current version
                 await asyncio.sleep(backoff_s(attempt - 2, BACKOFF_S, BACKOFF_MAX_S))
-            engines = [EngineControl(url, http) for url in remaining]
+            engines = [EngineControl(url, http, keep_kv_of) for url in remaining]
             results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
             for url, error in zip(remaining, results, strict=True):
                 failed.pop(url, None)

@@ -21,6 +21,7 @@ from tests.waiting import eventually
 from tidegate.errors import EngineError
 from tidegate.trainer.publish import broadcast as sender
 from tidegate.trainer.publish.broadcast import Link, WeightBroadcaster
+from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.weights.process_group import checksum
 
 NUMBER = 6
@@ -49,6 +50,7 @@ class Receiver:
     url: str
     breaks: int | None = None
     staged: bool = False
+    keeps_kv = False
     said: list[str] = field(default_factory=list)
     takes: asyncio.Event = field(default_factory=asyncio.Event)
     got: int = 0
@@ -346,6 +348,46 @@ async def test_an_engine_with_running_requests_is_paused_before_its_update_begin
     assert not running.done()
     may_end.set()
     await running
+
+
+class Keeping(EngineControl):
+    """An engine with SGLang's rules: updates take the writer's lock unless it is paused, and its cache cannot
+    be flushed while requests that were paused in place use it."""
+
+    staged = False
+
+    def __init__(self, lock: UpdateLock, label: str) -> None:
+        super().__init__("busy", None, keep_kv_of=2)  # type: ignore[arg-type]
+        self.lock, self.label = lock, label
+        self.modes: list[str] = []
+        self.paused = False
+
+    async def call(self, path: str, body: dict[str, Any] | None = None, size: int = 0) -> dict[str, Any]:
+        body = body or {}
+        if path == "/pause_generation":
+            self.modes.append(body["mode"])
+            self.paused = True
+        elif path == "/continue_generation":
+            self.paused = False
+        elif not self.paused and path.endswith("_weight_update"):
+            async with self.lock.writer_lock:
+                pass
+        if body.get("flush_cache") and self.modes[-1] == "in_place":
+            raise EngineError("the cache was not flushed because requests are still running")
+        self.label = body.get("new_version") or body.get("weight_version") or self.label
+        return {"weight_version": self.label}
+
+
+@pytest.mark.parametrize("lock", [OwnLock, lock_of_sglang])
+@pytest.mark.parametrize(("label", "mode"), [("2", "in_place"), ("1", "retract"), ("default", "retract")])
+async def test_requests_keep_their_cache_where_the_version_before_is_served(
+    lock: Callable[[], UpdateLock], label: str, mode: str
+) -> None:
+    engine, notes = Keeping(lock(), label), list[str]()
+    async with asyncio.timeout(5), engine.lock.reader_lock:  # a request that runs
+        assert await sender_to(Source(), notes, engine).send([engine], 3) == {"busy"}, notes  # type: ignore[arg-type]
+    assert engine.modes == [mode, mode]
+    assert (engine.label, engine.paused) == ("3", False)
 
 
 async def test_an_engine_that_cannot_be_paused_is_asked_for_no_end_of_an_update() -> None:

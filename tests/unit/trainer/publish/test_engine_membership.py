@@ -136,7 +136,7 @@ class Control:
 
     world: World
 
-    def __init__(self, url: str, _: object) -> None:
+    def __init__(self, url: str, *_: object) -> None:
         self.url = url
         self.machine = self.world.machines[url]
 

@@ -36,6 +36,7 @@ class ControlEngine:
     slow: dict[str, float] = field(default_factory=dict)
     lies: str | None = None
     staged: bool = False
+    modes: list[str] = field(default_factory=list)
     url: str = ""
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -46,9 +47,9 @@ class ControlEngine:
         await asyncio.sleep(self.slow.get(path, 0.0))
         body: dict[str, Any] = await request.json() if request.method == "POST" else {}
         if path == "pause_generation":
-            assert body == {"mode": "retract"}
+            self.modes.append(body["mode"])
         if path == "update_weights_from_disk":
-            assert body["flush_cache"] is True
+            assert body["flush_cache"] is (self.modes[-1:] != ["in_place"])
             assert body["abort_all_requests"] is False
             self.version = body["weight_version"]
         return web.json_response({"weight_version": self.lies or self.version, "staged": self.staged})
@@ -127,9 +128,26 @@ async def test_a_publish_makes_its_control_calls_in_order_on_every_engine(
 ) -> None:
     await stage.publisher.publish(1)
     assert [engine.calls for engine in engines] == [MOVES, MOVES]
+    assert [engine.modes for engine in engines] == [["retract"], ["retract"]]
     assert [engine.version for engine in engines] == ["1", "1"]
     assert stage.doomed == [1]
     assert stage.publisher.current[1] == 1
+
+
+async def test_only_a_publish_after_the_version_before_keeps_keys_and_values(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    """An engine with other weights may have keys and values that are older than the gateway knows."""
+    stage.publisher.keeps_kv = True
+    engines[1].version = "7"
+    await published(stage, engines, 1)
+    await published(stage, engines, 2)
+    await stage.publisher.update_all()
+    assert [engine.modes for engine in engines] == [
+        ["in_place", "in_place", "retract"],
+        ["retract", "in_place", "retract"],
+    ]
+    assert [engine.version for engine in engines] == ["2", "2"]
 
 
 async def test_the_ledger_is_on_disk_before_any_weights_of_a_version_exist(
