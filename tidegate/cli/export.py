@@ -8,11 +8,14 @@ from pathlib import Path
 
 from tidegate.cli.commands import Subparsers, run_directory
 
+FORMAT_NAMES = ("tinker", "trl", "verl", "prime-rl", "atif")
+"""Keys of FORMATS, whose module is imported when it is needed."""
 DESCRIPTION = """\
 Write a run's training episodes, or its metrics, for other tools.
 --sft writes chats (JSONL, one conversation per line);
 --corrections writes those that users corrected, with the correction as the last reply;
 --parquet writes token sequences with mask, logprobs, versions and advantages (one row per sequence);
+--for writes the batches' token sequences as another trainer's rows, or episodes as ATIF documents (JSONL);
 --csv writes the metrics of each step (one row per step).
 """
 
@@ -30,6 +33,9 @@ def add(subparsers: Subparsers) -> None:
         "--corrections", action="store_true", help="write chats that end in a user's correction"
     )
     kind.add_argument("--parquet", action="store_true", help="write token sequences")
+    kind.add_argument(
+        "--for", dest="format", choices=FORMAT_NAMES, help="write rows of another trainer, or ATIF documents"
+    )
     kind.add_argument("--csv", action="store_true", help="write the metrics of each step")
     parser.add_argument(
         "--min-reward", type=float, default=1.0, help="with --sft: lowest reward to include (1.0)"
@@ -40,7 +46,8 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.service.directory_lock import refuse_if_in_use
-    from tidegate.trainer.records.export import write_corrections, write_parquet, write_sft
+    from tidegate.trainer.records.export import write_corrections, write_format, write_parquet, write_sft
+    from tidegate.trainer.records.formats import FORMATS
 
     run_dir = run_directory(arguments.run_dir)
     if arguments.out is not None:
@@ -51,6 +58,9 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
         print(f"{write_parquet(run_dir, out)} sequences in {out}")
     elif arguments.csv:
         print(f"{_write_metrics(run_dir, out)} steps in {out}")
+    elif arguments.format:
+        print(f"{write_format(run_dir, out, arguments.format)} rows in {out}")
+        print(f"{arguments.format} has no place for: {FORMATS[arguments.format].lacks}")
     elif arguments.corrections:
         print(f"{write_corrections(run_dir, out)} corrected conversations in {out}")
     else:

@@ -1,4 +1,4 @@
-"""Exports a run's trajectories: chats for supervised fine-tuning, or a table of token sequences."""
+"""Exports a run's trajectories: as chats, as a table of token sequences, or for other trainers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tidegate.program import advise_extra
 from tidegate.service import exact
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
+from tidegate.trainer.records.formats import FORMATS
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 
@@ -87,7 +88,8 @@ def write_parquet(run_dir: Path, out: Path) -> int:
     Columns are those of the episode (step, state, group, slot, task, env, outcome, reward and its parts)
     and lists of equal length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an
     episode of the batch that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for
-    context) and `advantages`.
+    context), `advantages`, and, null unless they were recorded, `top_ids` and `top_logprobs`: of each token
+    the list of the engine's likeliest ids, and log μ of them.
 
     Returns:
         Number of rows.
@@ -109,6 +111,29 @@ def write_parquet(run_dir: Path, out: Path) -> int:
             rows = list(_rows(*path))
             writer.write_table(pa.Table.from_pylist(rows, schema))
             written += len(rows)
+    return written
+
+
+def write_format(run_dir: Path, out: Path, name: str) -> int:
+    """Write the episodes of the batches as JSONL in a format of FORMATS: a row per token sequence.
+
+    ATIF has a document per episode, of dropped ones, too.
+
+    Returns:
+        Number of lines.
+
+    Raises:
+        TidegateError: As in `write_sft`.
+    """
+    made, written = FORMATS[name], 0
+    step_files(run_dir)
+    with _replacing(out) as part, part.open("wb") as file:
+        for _, line in _episodes(run_dir):
+            if made.batches_only and line["state"] != State.STEPPED:
+                continue
+            for row in made.rows(line, sequences_of(line)):
+                file.write(exact.dumps(row) + b"\n")
+                written += 1
     return written
 
 
@@ -134,6 +159,7 @@ def _schema(pa: Any) -> Any:
             "reward_parts": pa.map_(text, pa.float64()),
             "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
+            "top_ids": pa.list_(pa.list_(integer)), "top_logprobs": pa.list_(pa.list_(pa.float16())),
         }
     )  # fmt: skip
 
@@ -174,4 +200,6 @@ def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
                 "logprobs": row.logprobs,
                 "versions": row.versions,
                 "advantages": row.advantages,
+                "top_ids": None if row.sampler_ids is None else [*row.sampler_ids],
+                "top_logprobs": None if row.sampler_listed is None else [*row.sampler_listed],
             }
