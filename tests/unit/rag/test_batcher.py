@@ -101,6 +101,24 @@ async def test_what_came_while_a_batch_was_computed_does_not_wait_again() -> Non
     assert index.batches == [("0", "1"), ("2",)]
 
 
+async def test_callers_that_ask_again_are_in_the_next_batch() -> None:
+    index = FakeIndex()
+    async with batcher(index, window_s=0.001, max_batch=3) as made:
+
+        async def caller(*queries: str) -> None:
+            for query in queries:
+                await ask(made, query)
+
+        index.gate.clear()
+        callers = [asyncio.create_task(caller("0", "3")), asyncio.create_task(caller("1", "4"))]
+        await eventually(lambda: made.running_since is not None)
+        callers.append(asyncio.create_task(caller("2")))
+        await asyncio.sleep(0.5)  # the longer a batch takes, the longer the next one waits
+        index.gate.set()
+        await asyncio.gather(*callers)
+    assert list(map(set, index.batches)) == [{"0", "1"}, {"2", "3", "4"}]
+
+
 async def test_a_batch_has_a_size_and_a_request_may_be_larger() -> None:
     index = FakeIndex()
     async with batcher(index, max_batch=3) as made:
