@@ -1,58 +1,98 @@
-"""The parts of the GPU benchmark, run on the CPU."""
+"""The GPU benchmark: its parts do not affect each other, and each runs on a CPU in a tiny shape."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 
-SCRIPT = Path(gpu.__file__)
+BENCHMARKS = Path(gpu.__file__).parent
+UNLIKE = """
+import os, sys, threading
+print('{"what": "first", "value": 1}', flush=True)
+print("a library's line")
+if sys.argv[1] == "fails":
+    raise RuntimeError("planted")
+if sys.argv[1] == "aborts":
+    os.abort()
+if sys.argv[1] == "hangs":
+    threading.Event().wait()
+"""
+PLANTED = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+import gpu_parts
+def broken(place):
+    gpu_parts.say("first")
+    raise RuntimeError("planted")
+if __name__ == "__main__":
+    gpu_parts.PARTS["publish"] = broken
+    gpu_parts.main(sys.argv[1:])
+"""
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so_and_claims_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--json"]) == 0
-    sentence, told = capsys.readouterr().out.splitlines()
-    assert sentence == "torch finds no CUDA device here: nothing was measured, and nothing is claimed."
-    assert (json.loads(told)["results"], json.loads(told)["checks"]) == ([], [])
+def run(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *options: str
+) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """Exit status, and each part's rows in order, of the benchmark with this script as its parts."""
+    path = tmp_path / "parts.py"
+    path.write_text(script)
+    monkeypatch.setattr(gpu, "SCRIPT", path)
+    status = gpu.main([*options, "--keep", str(tmp_path)])
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        row = json.loads(line)
+        rows.setdefault(row.pop("part"), []).append(row)
+    return status, rows
 
 
-def test_every_part_measures_something(tmp_path: Path) -> None:
-    results, checks = gpu.measure(gpu.SHAPES["tiny"], torch.device("cpu"), tmp_path)
-    what = [row.pop("what", "device") for row in results]
-    assert what == ["device", "decode, 1", "decode, 4", "step, 4 rows of 64", "publish"]
-    figures = [value for row in results for value in row.values() if not isinstance(value, str)]
-    assert all(math.isfinite(value) and value > 0 for value in figures)
-    assert checks == []
+def test_parts_that_fail_abort_or_hang_do_not_affect_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {"fails": 60, "aborts": 60, "hangs": 3, "ends": 60})
+    status, rows = run(UNLIKE, tmp_path, monkeypatch, capsys)
+    assert status == 1
+    assert all(first == {"what": "first", "value": 1} for first, _ in rows.values())
+    ended = {part: (last["ended"], last.get("error")) for part, (_, last) in rows.items()}
+    assert list(ended) == list(gpu.PARTS)
+    assert ended["fails"] == ("exit status 1", "RuntimeError: planted")
+    assert ended["aborts"][0] == "exit status -6"
+    assert ended["hangs"][0] == "killed after its limit of 3 s"
+    assert ended["ends"] == ("done", None)
 
 
-def test_the_bound_of_decode_counts_weights_once_and_keys_of_every_row(tmp_path: Path) -> None:
-    shape = gpu.SHAPES["tiny"]
-    gpu.make_model(tmp_path, shape)
-    model = gpu.load_model(gpu.EngineOptions(tmp_path, dtype="bfloat16", max_slots=4, max_context=64))
-    weights = 2 * sum(one.numel() for one in model.hf_model.parameters())
-    keys_and_values = 2 * 2 * 2 * 16 * 2  # of a token: both, layers, heads, dimensions, bytes
-    bound = gpu.Device(torch.device("cpu"), bytes_s=1e6, flops_s=1.0)
-    assert gpu.limit(model, 4, 8, bound) == pytest.approx(4e6 / (weights + 4 * 12 * keys_and_values))
+def test_no_part_starts_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, rows = run(UNLIKE, tmp_path, monkeypatch, capsys, "--minutes", "0.1")
+    assert status == 1
+    assert list(rows) == list(gpu.PARTS)
+    assert all(row["ended"].startswith("not started") for (row,) in rows.values())
 
 
 @pytest.mark.slow
-def test_the_whole_script_on_a_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--shape=tiny", "--device=cpu", "--json"],
-        cwd=SCRIPT.parents[1], capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["results"][-1]["what"] == "demo"
-    assert told["results"][-1]["audit"]
-    assert told["checks"] == []
+@pytest.mark.timeout(1500)
+def test_every_part_measures_on_a_cpu_although_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--device", "cpu", "--tiny", "--minutes", "60")
+    status, rows = run(PLANTED, tmp_path, monkeypatch, capsys, *options)
+    assert status == 1
+    assert list(rows) == list(gpu.PARTS)
+    ended = {part: (of_part[-1]["ended"], of_part[-1].get("error")) for part, of_part in rows.items()}
+    assert ended.pop("publish") == ("exit status 1", "RuntimeError: planted")
+    assert set(ended.values()) == {("done", None)}, ended
+    for part, of_part in rows.items():
+        assert len(of_part) > 1, part
+        for row in of_part[:-1]:
+            assert "error" not in row, (part, row)
+            figures = [value for value in row.values() if isinstance(value, float)]
+            assert all(map(math.isfinite, figures)), (part, row)
