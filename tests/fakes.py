@@ -177,6 +177,9 @@ class FakeEngine:
                 [[logprob_of(one, i) - at, one + at, None] for at in range(listed)]
                 for i, one in enumerate(output)
             ]
+        if last and fault.kind != "no_kept" and body.get("return_sampling_mask"):
+            meta["output_token_sampling_mask"] = [[one, one + 1] for one in output]
+            meta["output_token_sampling_logprobs"] = [logprob_of(one, i) / 2 for i, one in enumerate(output)]
         if fault.kind == "no_logprobs":
             del meta["output_token_logprobs"]
         if fault.kind == "no_versions":

@@ -17,7 +17,13 @@ from pydantic import Field, model_validator
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump, load
-from tidegate.settings.servers import EngineSettings, EnvSettings, GatewaySettings, ModelSettings
+from tidegate.settings.servers import (
+    EngineSettings,
+    EnvSettings,
+    GatewaySettings,
+    ModelSettings,
+    SamplingSettings,
+)
 from tidegate.settings.sft import SFTSettings
 from tidegate.settings.trainer import ENDLESS, LoRASettings, TrainerSettings
 
@@ -80,13 +86,6 @@ class AgentSettings(SettingsSection):
         if self.source != "remote" and self.other_than_default("heartbeat_s"):
             raise ValueError('agent.heartbeat_s has no effect without agent.source = "remote"')
         return self
-
-
-class SamplingSettings(SettingsSection):
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature in training and in evaluations; the trainer divides logits by the same value."""
-    max_tokens: Annotated[int, Field(ge=1)] = 128
-    """Token limit of one reply."""
 
 
 Resources = dict[str, Annotated[float, Field(gt=0)]]
@@ -227,6 +226,11 @@ class Settings(SettingsSection):
     def _check_teacher(self) -> None:
         """Raises ValueError if settings contradict `trainer.teacher`."""
         teacher = self.trainer.teacher
+        if teacher.enabled and self.sampling.records_kept_ids:
+            raise ValueError(
+                "sampling.top_p, top_k, min_p and narrowed_by_agents contradict trainer.teacher, whose "
+                "logprobs are of its whole vocabulary: remove one of the two"
+            )
         if self.engine.kind != "embedded" and any(model.path for model in teacher.models.values()):
             raise ValueError(
                 f'trainer.teacher.path needs engine.kind = "embedded", whose settings the teacher\'s engine '

@@ -135,10 +135,19 @@ class Sampling:
     """1 switches it off."""
     top_k: int = -1
     """−1 switches it off."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """0 switches it off."""
+    narrowed_by_agents: bool = False
+    """Whether the agent's own top-p, top-k and min-p apply in split `train`, too."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Limit of one reply."""
     top_logprobs: Annotated[int, Field(ge=0)] = 0
     """Number of the engine's likeliest ids that are recorded in place of each sampled one."""
+
+    @property
+    def narrows(self) -> bool:
+        """Whether top-p, top-k or min-p may exclude ids."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 ENGINE_WAIT_S = "engine_wait_s"
@@ -173,7 +182,8 @@ class Turn:
     output_ids: Ids
     """Sampled ids; shape [output]."""
     logprobs: Logprobs
-    """Log-probability of each sampled id, as reported by the engine; shape [output]."""
+    """Log-probability of each sampled id, as reported by the engine: among the kept ids if these are
+    recorded; shape [output]."""
     version_spans: tuple[VersionSpan, ...]
     """Policy versions of the output tokens, as reported by the engine."""
     finish_reason: str
@@ -217,6 +227,11 @@ class Turn:
     `trainer.loss.score_centering` requests them; shape [output · k], token after token."""
     top_logprobs: PackedLogprobs | None = None
     """Log-probability of these ids, of the distribution that was sampled; shape [output · k]."""
+    kept_ids: PackedIds | None = None
+    """The ids that top-p, top-k and min-p kept in place of each sampled one, token after token; None unless
+    they applied in training."""
+    kept_counts: PackedIds | None = None
+    """Numbers of these ids for each token; shape [output]."""
 
     @property
     def top_k(self) -> int:

@@ -15,6 +15,7 @@ from tidegate.settings.losses import GSPOLoss
 from tidegate.settings.sections import arguments_of, differences, dump, known_keys, load, overlay, split_words
 from tidegate.settings.servers import GatewayCommand, VLLMCommand
 from tidegate.trainer.processes.servers import gateway_arguments, judge_secrets
+from tidegate.types import Sampling
 
 MODEL = ["--model.path", "somewhere"]
 EVALUATED = [*MODEL, "--trainer.promotion.mode=evaluated", "--engine.count=2"]
@@ -545,6 +546,23 @@ def test_episodes_of_clients_are_centered_as_those_of_the_run() -> None:
     assert "--clients.top_logprobs=32" in gateway_arguments(settings, "127.0.0.1")
     words = gateway_arguments(load_settings(None, CLIENT), "127.0.0.1")
     assert not [word for word in words if "top_logprobs" in word]
+
+
+@pytest.mark.parametrize(
+    ("words", "sampling"),
+    [
+        ([], Sampling(1.0, max_tokens=128)),
+        (["--sampling.top_p=0.9"], Sampling(1.0, 0.9, 512, max_tokens=128)),
+        (["--sampling.min_p=0.1", "--sampling.top_k=9"], Sampling(1.0, 1.0, 9, 0.1, max_tokens=128)),
+        (["--sampling.narrowed_by_agents=true"], Sampling(narrowed_by_agents=True, max_tokens=128)),
+    ],
+)
+def test_sampling_in_training_is_bounded_and_that_of_clients(words: list[str], sampling: Sampling) -> None:
+    settings = load_settings(None, [*CLIENT, *words])
+    assert settings.sampling.in_training() == sampling
+    assert settings.sampling.records_kept_ids == bool(words)
+    clients = [word for word in gateway_arguments(settings, "127.0.0.1") if word.startswith("--clients.")]
+    assert {f"--clients.{word.removeprefix('--sampling.')}" for word in words} <= set(clients)
 
 
 def test_a_judge_of_conversations_is_no_other_setting_of_an_environment() -> None:

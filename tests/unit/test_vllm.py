@@ -195,6 +195,25 @@ def test_likeliest_ids_of_a_reply_are_asked_for_and_sorted() -> None:
             take(generation, choice)
 
 
+def test_kept_ids_are_vllms_whose_logprobs_are_those_among_them() -> None:
+    generation = asked()
+    generation.sampling_mask = True
+    tokens = [{"token_id": id, "logprob": value} for id, value in ((5, -1.0), (3, -0.5), (9, -0.1))]
+    take(
+        generation, {"token_ids": [5, 3], "logprobs": {"content": tokens[:2]}, "sampling_mask": [[5, 1], [3]]}
+    )
+    with pytest.raises(
+        EngineError, match=r'of 0 of 1 tokens .*engine.arguments = \["--return-sampling-mask"\]'
+    ):
+        take(generation, {"token_ids": [9], "logprobs": {"content": tokens[2:]}, "sampling_mask": None})
+    generation.output_ids.pop(), generation.logprobs.pop()
+    last = {"token_ids": [9], "logprobs": {"content": tokens[2:]}, "sampling_mask": [[9, 2]]}
+    take(generation, {**last, "finish_reason": "length"})
+    meta = answer(generation, "3")["meta_info"]
+    assert meta["output_token_sampling_mask"] == [[5, 1], [3], [9, 2]]
+    assert meta["output_token_sampling_logprobs"] == [-1.0, -0.5, -0.1]
+
+
 class Layer:
     """As vLLM's: `packed` is what products go through; None on a GPU."""
 

@@ -90,7 +90,6 @@ def _options(
     from tidegate.gateway.sessions.limits import SessionLimits
     from tidegate.gateway.sharding.shard import id_prefix, journal_of
     from tidegate.loading import load_object
-    from tidegate.types import Sampling
 
     gateway, clients = settings.gateway, settings.clients
     index, shards = arguments.shard
@@ -111,9 +110,7 @@ def _options(
         limits=SessionLimits(**settings.limits.model_dump()),
         keys=gateway.keys,
         max_client_groups=clients.max_groups,
-        client_sampling=Sampling(
-            clients.temperature, max_tokens=clients.max_tokens, top_logprobs=clients.top_logprobs
-        ),
+        client_sampling=clients.in_training(clients.top_logprobs),
         client_deadline_s=clients.deadline_s,
         conversation_idle_s=gateway.conversation_idle_s,
         feedback_window_s=gateway.feedback_window_s,

@@ -43,6 +43,7 @@ from tidegate.gateway.turns.request_body import HeldBodies
 from tidegate.gateway.turns.request_reader import Threads
 from tidegate.service import exact
 from tidegate.service.tracing import Spans, check_tracing
+from tidegate.settings.servers import MAX_KEPT
 from tidegate.types import Outcome, Trajectory, fields_of
 
 log = logging.getLogger("tidegate.gateway")
@@ -172,11 +173,12 @@ class Gateway:
         """
         sampling, group_id, task = request.sampling, request.group_id, request.task
         if request.split == "train" and (
-            sampling.temperature <= 0 or sampling.top_p != 1 or sampling.top_k > 0
+            sampling.temperature <= 0 or (sampling.narrows and not 0 < sampling.top_k <= MAX_KEPT)
         ):
             raise GatewayError(
-                "split train needs temperature > 0, top_p 1 and top_k off: otherwise the logprobs belong to "
-                "a distribution that the trainer cannot compute",
+                f"split train needs temperature > 0, and with top_p, top_k or min_p a top_k from 1 to "
+                f"{MAX_KEPT}, which bounds the ids that are recorded for each token; it has temperature = "
+                f"{sampling.temperature:g} and top_k = {sampling.top_k}",
                 status=400,
             )
         if request.offer_heartbeat_s is not None and task is None:

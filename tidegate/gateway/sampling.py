@@ -1,8 +1,9 @@
 """Determines sampling parameters from the session's settings, the agent's request and the engine's limits.
 
-In split `train` the session's temperature, top-p and top-k override the agent's, and penalties and min-p are
-off: otherwise the recorded logprobs would belong to a distribution that the trainer cannot compute. In `eval`
-the agent's parameters apply.
+In split `train` the session's temperature, top-p, top-k and min-p override the agent's, and penalties are
+off: otherwise the recorded logprobs would belong to a distribution that the trainer cannot compute. The ids
+that top-p, top-k and min-p keep are recorded, so a session may leave these three to the agent. In `eval` the
+agent's parameters apply.
 """
 
 from __future__ import annotations
@@ -10,16 +11,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
-from tidegate.gateway.errors import context_exceeded
+from tidegate.gateway.errors import ApiError, context_exceeded
+from tidegate.settings.servers import DEFAULT_KEPT, MAX_KEPT
 from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
 
 StructuredOutput = Literal["text", "grammar"]
+NARROWING = ("top_p", "top_k", "min_p")
+"""Parameters that exclude ids and leave the ratios between the others."""
 
 
 class Schema(NamedTuple):
@@ -72,19 +76,27 @@ class SamplingRules:
         turn: int,
     ) -> dict[str, Any]:
         """Returns the engine's sampling parameters, except `max_new_tokens`."""
+        chosen = sampling
+        if split != "train" or sampling.narrowed_by_agents:
+            chosen = replace(
+                sampling,
+                top_p=sampling.top_p if requested.top_p is None else requested.top_p,
+                top_k=sampling.top_k if requested.top_k is None else requested.top_k,
+                min_p=requested.penalties.get("min_p", sampling.min_p),
+            )
         if split == "train":
             self._log_overrides(requested, sampling, env, seed)
-            temperature, top_p, top_k = sampling.temperature, sampling.top_p, sampling.top_k
-        else:
-            temperature = sampling.temperature if requested.temperature is None else requested.temperature
-            top_p = sampling.top_p if requested.top_p is None else requested.top_p
-            top_k = sampling.top_k if requested.top_k is None else requested.top_k
+            chosen = _bounded(chosen)
+        elif requested.temperature is not None:
+            chosen = replace(chosen, temperature=requested.temperature)
         params: dict[str, Any] = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
+            "temperature": chosen.temperature,
+            "top_p": chosen.top_p,
+            "top_k": chosen.top_k,
             "stop_token_ids": self._stop_ids,
         }
+        if chosen.min_p:
+            params["min_p"] = chosen.min_p
         if split != "train":
             params |= requested.penalties
         if requested.schema is not None and self.structured(requested, split) == "grammar":
@@ -101,14 +113,16 @@ class SamplingRules:
             return None
         return self._structured_output if split == "train" else "grammar"
 
-    def requested_params(self, requested: RequestedSampling, split: Split) -> dict[str, str]:
+    def requested_params(
+        self, requested: RequestedSampling, split: Split, *, narrowed_by_agents: bool = False
+    ) -> dict[str, str]:
         """Maps the engine's parameters that the agent has set to the agent's names for them."""
         requested_params = {"stop": requested.stop_param} if requested.stop else {}
-        if split != "train":
-            given = {
-                name for name in ("temperature", "top_p", "top_k") if getattr(requested, name) is not None
-            }
-            requested_params |= {name: name for name in (*sorted(given), *requested.penalties)}
+        given = {name for name in ("temperature", "top_p", "top_k") if getattr(requested, name) is not None}
+        given |= requested.penalties.keys()
+        if split == "train":
+            given &= set(NARROWING) if narrowed_by_agents else set()
+        requested_params |= {name: name for name in sorted(given)}
         if requested.schema is not None and self.structured(requested, split) == "grammar":
             requested_params["json_schema"] = requested.schema.param
         return requested_params
@@ -124,7 +138,9 @@ class SamplingRules:
                 ("top_k", requested.top_k),
                 *requested.penalties.items(),
             )
-            if value is not None and value != getattr(sampling, name, None)
+            if value is not None
+            and value != getattr(sampling, name, None)
+            and not (sampling.narrowed_by_agents and name in NARROWING)
         }
         if requested.seed is not None and seed is not None:
             requested_params["seed"] = requested.seed
@@ -141,6 +157,22 @@ class SamplingRules:
                 sampling.top_p,
                 sampling.top_k,
             )
+
+
+def narrows(params: Mapping[str, Any]) -> bool:
+    """Whether the engine's sampling parameters may exclude ids."""
+    return bool(params["top_p"] < 1 or params["top_k"] > 0 or params.get("min_p"))
+
+
+def _bounded(sampling: Sampling) -> Sampling:
+    """Bounds the number of ids that are recorded for each token. Raises ApiError for a larger top-k."""
+    if sampling.top_k > MAX_KEPT:
+        raise ApiError(
+            f"top_k = {sampling.top_k}: in training it must be at most {MAX_KEPT}, because the kept ids are "
+            "recorded for each token",
+            param="top_k",
+        )
+    return replace(sampling, top_k=DEFAULT_KEPT) if sampling.narrows and sampling.top_k <= 0 else sampling
 
 
 def token_budget(

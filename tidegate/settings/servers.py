@@ -5,13 +5,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.judge import JudgeSettings
 from tidegate.settings.sections import HttpUrl, Processes, SecretKey, SettingsSection
+
+if TYPE_CHECKING:
+    from tidegate.types import Sampling
+
+MAX_KEPT = 1024
+"""Limit of top-k in training: the kept ids are recorded in place of each token."""
+DEFAULT_KEPT = 512
+"""Top-k in training with top-p or min-p, if it is not set."""
 
 
 class ModelSettings(SettingsSection):
@@ -284,13 +292,51 @@ class DefaultLimits(SettingsSection):
     """Limit of a session's calls of its environment's tools."""
 
 
-class ClientEpisodes(SettingsSection):
+class SamplingSettings(SettingsSection):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Temperature in training and in evaluations; the trainer divides logits by the same value."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """In training, tokens are drawn from the fewest ids that hold this probability. The engine reports the
+    ids that it kept, and the trainer renormalises over them (docs/losses.md)."""
+    top_k: Annotated[int, Field(ge=1, le=MAX_KEPT)] | None = None
+    """In training, tokens are drawn from this number of likeliest ids. None: 512 with `top_p` or `min_p`,
+    which bounds the record; otherwise all ids."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """In training, tokens are drawn from ids that are at least this many times as likely as the likeliest."""
+    narrowed_by_agents: bool = False
+    """Whether the `top_p`, `top_k` and `min_p` of an agent's own requests apply in training, in place of
+    these."""
+    max_tokens: Annotated[int, Field(ge=1)] = 128
+    """Token limit of one reply."""
+
+    @property
+    def records_kept_ids(self) -> bool:
+        """Whether engines must report the ids that they keep."""
+        narrows = self.top_p < 1 or self.top_k is not None or self.min_p > 0
+        return narrows or self.narrowed_by_agents
+
+    def in_training(self, listed_ids: int = 0) -> Sampling:
+        """Returns the sampling parameters of a session whose tokens are trained on, with this number of
+        likeliest ids for each token."""
+        from tidegate.types import Sampling  # imports numpy, which the settings do without
+
+        top_k = self.top_k or (DEFAULT_KEPT if self.top_p < 1 or self.min_p else -1)
+        return Sampling(
+            self.temperature,
+            self.top_p,
+            top_k,
+            self.min_p,
+            self.narrowed_by_agents,
+            self.max_tokens,
+            listed_ids,
+        )
+
+
+class ClientEpisodes(SamplingSettings):
     """Episodes of clients with a project key."""
 
     max_groups: Annotated[int, Field(ge=1)] = 64
     """Limit of their groups that have not ended; a run sets it to the capacity of its staleness bound."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the sampling."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Token limit of one reply."""
     top_logprobs: Annotated[int, Field(ge=0)] = 0

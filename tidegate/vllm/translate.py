@@ -90,6 +90,15 @@ def take(generation: Generation, choice: Mapping[str, Any]) -> None:
             [(one["logprob"], one["token_id"]) for one in token.get("top_logprobs") or ()] for token in tokens
         ]
         generation.output_top += [_likeliest(found, generation) for found in listed]
+    if generation.sampling_mask:
+        kept = choice.get("sampling_mask") or []
+        if len(kept) != len(ids):
+            raise EngineError(
+                f"vLLM returned the kept ids of {len(kept)} of {len(ids)} tokens (return_sampling_mask): "
+                'start it with engine.arguments = ["--return-sampling-mask"]'
+            )
+        generation.kept += kept
+        generation.kept_logprobs += generation.logprobs[-len(ids) :] if ids else []
     reason = choice.get("finish_reason")
     if reason is not None:
         generation.spans = [

@@ -128,7 +128,9 @@ async def test_agents_are_given_the_public_address_where_there_is_one(tmp_path: 
         ({"deadline_s": 0}, "deadline_s"),
         ({"sampling": {"temperature": -1}}, "temperature"),
         ({"sampling": {"temperature": 0}}, "temperature > 0"),
-        ({"sampling": {"top_p": 0.5}}, "top_p 1"),
+        ({"sampling": {"top_p": 0.5}}, "a top_k from 1 to 1024"),
+        ({"sampling": {"top_k": 2000}}, "top_k = 2000"),
+        ({"sampling": {"min_p": 1}}, "min_p"),
     ],
 )
 async def test_bad_sessions_are_refused_by_name(stage: Stage, body: dict[str, Any], what: str) -> None:

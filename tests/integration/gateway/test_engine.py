@@ -195,6 +195,52 @@ async def test_likeliest_ids_are_recorded_with_the_probabilities_that_were_sampl
     torch.testing.assert_close(values, own.topk(5).values, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_kept_ids_are_recorded_with_logprobs_among_them(
+    engine: str, models: list[Path], tmp_path: Path, stream: bool
+) -> None:
+    """A reply that is continued after an abort. Likeliest ids that were not kept have no probability; a call
+    that is exempt records none. The agent's own top-k applies."""
+    await publish(engine, models[0], 0, "retract")
+    gateway = Gateway(GatewayOptions(model=models[0], journal=tmp_path))
+    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+        await client.add_engine(engine)
+        sampling = Sampling(0.8, 0.9, 64, 0.01, narrowed_by_agents=True, max_tokens=LENGTH, top_logprobs=12)
+        access = await client.open_session(task=TASK, seed=1, deadline_s=60, sampling=sampling)
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, max_retries=0) as llm:
+            messages: list[Any] = [{"role": "user", "content": "Go on for ever."}]
+            await reply(llm, messages, stream, engine, lambda: publish(engine, models[0], 0, "abort"))
+            ask: Any = {"model": "m", "messages": messages, "max_tokens": 8}
+            await llm.chat.completions.create(**ask, extra_body={"top_k": 3})
+            await llm.chat.completions.create(**ask, extra_headers={"X-Tidegate-Train": "no"})
+        await client.finish(access.session_id, reward=1.0)
+        trajectory = await client.trajectory(access.session_id)
+    assert [turn.kept_ids is None for turn in trajectory.turns] == [False, False, True]
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
+    for turn, top_k in zip(trajectory.turns[:2], (64, 3), strict=True):
+        ids = torch.tensor([[*trajectory.prompt_ids(turn).tolist(), *turn.output_ids.tolist()]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(ids[0]) - len(turn.output_ids) - 1 : -1] / 0.8
+        assert turn.kept_ids is not None
+        assert turn.kept_counts is not None
+        assert turn.kept_counts.max() <= top_k
+        excluded = torch.ones_like(logits, dtype=torch.bool)
+        places = np.repeat(np.arange(len(turn.output_ids)), turn.kept_counts)
+        excluded[torch.tensor(places), torch.tensor(turn.kept_ids.astype(np.int64))] = False
+        probs = torch.softmax(logits, -1)
+        assert (probs * ~excluded).sum(1).max() < 0.95, "ids were excluded"
+        expected = torch.log_softmax(logits.masked_fill(excluded, -torch.inf), -1)
+        own = expected.gather(1, torch.tensor(turn.output_ids.astype(np.int64))[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(turn.logprobs), own, rtol=1e-3, atol=1e-3)
+        assert turn.top_ids is not None
+        assert turn.top_logprobs is not None
+        listed = torch.tensor(turn.top_ids.reshape(-1, 12).astype(np.int64))
+        values = torch.tensor(turn.top_logprobs.reshape(-1, 12).astype(np.float32))
+        among = expected.gather(1, listed).clamp(min=-10_000)
+        torch.testing.assert_close(values, among, rtol=1e-3, atol=1e-3)
+
+
 async def test_a_reply_under_a_grammar_records_which_tokens_may_be_trained_on(
     engine: str, models: list[Path]
 ) -> None:

@@ -372,6 +372,28 @@ async def test_no_token_is_recorded_without_the_likeliest_ids_that_were_asked_fo
     assert (trajectory.outcome, trajectory.turns) == (Outcome.INFRA_ERROR, [])
 
 
+NARROWED = Sampling(top_p=0.9, top_k=20)
+
+
+async def test_an_interrupted_reply_goes_on_with_its_kept_ids(stage: Stage) -> None:
+    access, llm = await opened(stage, sampling=NARROWED)
+    ids = stage.say("one two three four")
+    stage.engine.faults.append(Fault("abort", 3))
+    stage.engine.replies.append(ids[3:])
+    await ask(llm)
+    assert [one["return_sampling_mask"] for one in stage.engine.requests] == [True, True]
+    [turn] = (await ended(stage, access)).turns
+    assert turn.kept_ids is not None
+    assert turn.kept_ids.reshape(-1, 2).tolist() == [[one, one + 1] for one in ids]
+    access, llm = await opened(stage, sampling=NARROWED)
+    stage.say("one two")
+    stage.engine.faults.append(Fault("no_kept"))
+    with pytest.raises(openai.APIError):
+        await ask(llm)
+    trajectory = await ended(stage, access)
+    assert (trajectory.outcome, trajectory.turns) == (Outcome.INFRA_ERROR, [])
+
+
 async def test_sessions_keep_their_engine_and_new_ones_go_where_there_is_room(stage: Stage) -> None:
     other = FakeEngine(stage.engine.decode, stop_id=2)
     await other.start()

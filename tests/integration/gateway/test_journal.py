@@ -248,7 +248,7 @@ async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: P
 
 
 async def test_a_journal_of_the_earlier_schema_is_read_and_marked(model: Path, tmp_path: Path) -> None:
-    for version in (schema.VERSION, schema.EXTENDED, schema.VERSION):
+    for version in (schema.VERSION, *schema.EXTENDED, schema.VERSION):
         gateway = Gateway(GatewayOptions(model=model, journal=tmp_path))
         await gateway.journal.close()
         with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:

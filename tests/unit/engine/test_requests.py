@@ -110,6 +110,16 @@ def test_every_sample_reports_the_likeliest_ids_of_the_prompt_if_they_are_reques
     assert [(each.logprob_start, each.top_logprobs) for each in several] == [(0, 2), (0, 2)]
 
 
+def test_kept_ids_are_given_where_ids_are_excluded() -> None:
+    several = samples_of(parse({"n": 2, "top_p": 0.5}, return_sampling_mask=True))
+    assert [each.sampling_mask for each in several] == [True, True]
+    for params in ({}, {"top_p": 0.5, "temperature": 0}):
+        with pytest.raises(
+            RequestError, match="return_sampling_mask = true needs sampling_params that exclude ids"
+        ):
+            parse(params, return_sampling_mask=True)
+
+
 def test_parameters_at_their_neutral_values_are_taken() -> None:
     neutral = {"n": 1, "min_p": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": None}
     neutral |= {"min_new_tokens": 0, "json_schema": None, "skip_special_tokens": None}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +106,27 @@ def test_likeliest_ids_are_those_of_the_distribution_that_is_sampled() -> None:
     slots.listed[:] = 0
     again = sample(logits, slots)
     assert (again[0].tolist(), again[1].tolist()) == (ids.tolist(), logprobs.tolist()), "as without a list"
+
+
+@pytest.mark.parametrize(
+    "narrowing", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8}]
+)
+def test_kept_ids_are_all_that_can_be_drawn_with_logprobs_among_them(narrowing: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(1, 30).repeat(400, 1)
+    slots = Slots(400)
+    for row in range(400):
+        params = SamplingParams(temperature=0.8, seed=row, **narrowing)
+        slots.add(Generation("", [0], params, 1, sampling_mask=row != 7))
+    ids, logprobs = sample(logits.clone(), slots)
+    assert 7 not in slots.kept, "it is not asked for there"
+    [kept] = {tuple(sorted(one)) for _, one in slots.kept.values()}
+    assert set(ids.tolist()) == set(kept), "400 draws of few ids"
+    whole = torch.log_softmax(logits[0].double() / 0.8, -1)
+    among = torch.log_softmax(whole[list(kept)], -1)
+    for row, (logprob, _) in slots.kept.items():
+        assert logprob == pytest.approx(float(among[kept.index(int(ids[row]))]), abs=1e-5)
+    assert logprobs == pytest.approx(whole[ids].numpy(), abs=1e-5), "those of all ids, as before"
 
 
 def test_rows_that_are_not_finite_say_so_and_leave_the_others_alone() -> None:

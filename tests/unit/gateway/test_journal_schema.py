@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 
 from tidegate.gateway.ids import hash_key
 from tidegate.gateway.journal import schema, turns
@@ -41,6 +42,8 @@ TURN = Turn(
     teacher_top_logprobs=np.array([-0.25, -2.0, -3.0, -0.125], dtype=np.float32),
     top_ids=np.array([9, 1, 8, 70_000], dtype=np.int32),
     top_logprobs=np.array([-0.5, -2.0, -9999.0, -0.125], dtype=np.float16),
+    kept_ids=np.array([9, 70_000, 8], dtype=np.int32),
+    kept_counts=np.array([2, 1], dtype=np.int32),
 )
 
 
@@ -76,18 +79,20 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert back.turn.top_logprobs.dtype == np.float16
 
 
-def test_turns_of_the_earlier_schema_have_no_likeliest_ids() -> None:
+@pytest.mark.parametrize("missing", [2, 4])
+def test_turns_of_earlier_schemas_have_no_kept_and_no_likeliest_ids(missing: int) -> None:
     node = TurnNode(TURN, TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0)
     values, rest = msgspec.msgpack.decode(turns.row(1, node)[1])
-    assert [fields(Turn)[at].name for at in (-2, -1)] == ["top_ids", "top_logprobs"]
+    absent = [field.name for field in fields(Turn)[-missing:]]
+    assert absent == ["top_ids", "top_logprobs", "kept_ids", "kept_counts"][-missing:]
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.executescript(turns.TABLES)
-        database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:-2], rest])))
+        database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:-missing], rest])))
         before = turns.nodes("s", turns.read(database)[1])
         turns.pack(database, 1)
         after = turns.nodes("s", turns.read(database)[1])
     for nodes in (before, after):
-        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, top_ids=None, top_logprobs=None))
+        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **dict.fromkeys(absent)))
 
 
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:

@@ -203,6 +203,69 @@ def test_likeliest_ids_that_are_missing_or_of_another_distribution_are_refused(r
     assert not raised.value.retryable
 
 
+KEPT: dict[str, Any] = {
+    "output_token_sampling_mask": [[7, 3], [8, 4, 9]],
+    "output_token_sampling_logprobs": [-0.25, -0.125],
+}
+"""Kept ids of the two tokens of LISTED, each with a logprob of -0.5 among all ids."""
+
+
+def narrowed_reply(**changed: Any) -> dict[str, Any]:
+    return payload([7, 8], **{**KEPT, **changed})
+
+
+def test_kept_ids_are_asked_for_and_logprobs_are_those_among_them() -> None:
+    order = GenerateRequest(np.array([1], dtype=np.int32), {}, 10, sampling_mask=True)
+    assert orjson.loads(request_body(order, GenerateResult(), "r"))["return_sampling_mask"] is True
+    order.sampling_mask = False
+    assert "return_sampling_mask" not in orjson.loads(request_body(order, GenerateResult(), "r"))
+    whole = read_reply(narrowed_reply())
+    assert (whole.kept, whole.logprobs) == ([], [-0.5, -0.5]), "not asked for"
+    order.sampling_mask = True
+    assert not order.has_logprobs(whole), "an interrupted reply cannot go on from it"
+    listed = [[[-0.5, 7, None], [-1.5, 2, None]], [[-0.5, 8, None], [-1.0, 9, None]]]
+    sampled = read_reply(narrowed_reply(output_top_logprobs=listed), top_logprobs=2, sampling_mask=True)
+    assert order.has_logprobs(sampled)
+    assert [ids.tolist() for ids in sampled.kept] == [[7, 3], [8, 4, 9]]
+    assert sampled.logprobs == [-0.25, -0.125]
+    assert [(ids.tolist(), values.tolist()) for ids, values in sampled.top] == [
+        ([7, 2], [-0.25, -9999.0]), ([8, 9], [-0.125, -0.625]),
+    ]  # fmt: skip
+    joined = GenerateResult()
+    joined.extend(sampled)
+    joined.extend(sampled)
+    joined.truncate(3)
+    assert len(joined.kept) == len(joined.ids) == 3
+    aborted = payload([], finish_reason={"type": "abort"})
+    assert read_reply(aborted, sampling_mask=True).kept == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"output_token_sampling_mask": None}, "no kept ids for some of 2 .*honours return_sampling_mask"),
+        ({"output_token_sampling_logprobs": [-0.25]}, "no kept ids"),
+        ({"output_token_sampling_mask": [[7], None]}, "malformed kept ids"),
+        ({"output_token_sampling_mask": [[7], [2**40]]}, "malformed kept ids"),
+        ({"output_token_sampling_logprobs": [-0.25, "x"]}, "malformed kept ids"),
+        ({"output_token_sampling_mask": [[7], [4]]}, "id 8 is not among 1 kept ids"),
+        ({"output_token_sampling_mask": [[7], []]}, "id 8 is not among 0 kept ids"),
+        ({"output_token_sampling_logprobs": [-0.25, 0.5]}, "its logprob is 0.5 among them"),
+        (
+            {"output_token_sampling_logprobs": [-0.25, -2.5]},
+            "its logprob is -2.5 among them and -0.5 among all",
+        ),
+        ({"output_token_sampling_logprobs": [-0.25, None]}, "its logprob is nan among them"),
+    ],
+)
+def test_kept_ids_that_are_missing_or_contradict_the_sample_are_refused(
+    changed: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(EngineError, match=words) as raised:
+        read_reply(narrowed_reply(**changed), sampling_mask=True)
+    assert not raised.value.retryable
+
+
 def test_a_piece_of_unknown_version_leaves_a_gap() -> None:
     sampled = GenerateResult()
     sampled.extend(GenerateResult([1], [-1.0], [VersionSpan(3, 0, 1)], ""))

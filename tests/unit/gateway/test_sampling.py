@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from tidegate.gateway.errors import ApiError, refused_by_engine
-from tidegate.gateway.sampling import RequestedSampling, SamplingRules, Schema, token_budget, turn_seed
+from tidegate.gateway.sampling import (
+    RequestedSampling,
+    SamplingRules,
+    Schema,
+    narrows,
+    token_budget,
+    turn_seed,
+)
 from tidegate.types import Sampling
 
 
@@ -39,6 +47,33 @@ def test_in_evaluation_the_agent_is_honoured() -> None:
     assert silent["temperature"] == 0.0
     penalised = rules.params(RequestedSampling(penalties={"min_p": 0.1}), Sampling(), "sums", "eval", None, 0)
     assert penalised["min_p"] == 0.1
+
+
+def test_a_session_may_narrow_its_sampling_and_leave_that_to_the_agent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The agent's temperature and penalties stay without effect, and top-k is bounded."""
+    rules = SamplingRules([2])
+    own = Sampling(top_p=0.9, top_k=40, min_p=0.02)
+    requested = RequestedSampling(0.2, 0.5, 3, penalties={"min_p": 0.1, "presence_penalty": 1.0})
+    with caplog.at_level(logging.WARNING):
+        params = rules.params(requested, own, "sums", "train", None, 0)
+        assert (params["top_p"], params["top_k"], params["min_p"]) == (0.9, 40, 0.02)
+        assert "min_p = 0.1" in caplog.records[0].getMessage()
+        params = rules.params(requested, replace(own, narrowed_by_agents=True), "sums", "train", None, 0)
+    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (1.0, 0.5, 3, 0.1)
+    assert "presence_penalty" not in params
+    assert "the agent's temperature = 0.2, presence_penalty = 1.0 have" in caplog.records[1].getMessage()
+    free = Sampling(narrowed_by_agents=True)
+    assert not narrows(rules.params(RequestedSampling(), free, "sums", "train", None, 0))
+    bounded = rules.params(RequestedSampling(top_p=0.5), free, "sums", "train", None, 0)
+    assert narrows(bounded)
+    assert bounded["top_k"] == 512
+    with pytest.raises(ApiError, match="top_k = 5000: in training it must be at most 1024"):
+        rules.params(RequestedSampling(top_k=5000), free, "sums", "train", None, 0)
+    assert rules.requested_params(requested, "train", narrowed_by_agents=True) == {
+        name: name for name in ("min_p", "top_k", "top_p")
+    }
 
 
 def test_what_the_engine_may_refuse_is_named_as_the_agent_named_it() -> None:

@@ -244,11 +244,12 @@ def test_a_refused_request_leaves_no_trace() -> None:
     assert driver.tree.attach([user("a"), said("b"), user("c")], None, {}).branch_reason is None
 
 
-def test_a_part_of_a_reply_keeps_its_own_likeliest_ids() -> None:
+def test_a_part_of_a_reply_keeps_its_own_likeliest_and_kept_ids() -> None:
     ids = np.arange(5, dtype=np.int32)
     turn = Turn(
         0, None, ids, ids, np.zeros(5, np.float32), (), "stop", 1.0,
         top_ids=np.arange(10, dtype=np.int32), top_logprobs=-np.arange(10).astype(np.float16),
+        kept_ids=np.arange(9, dtype=np.int32), kept_counts=np.array([2, 1, 3, 2, 1], dtype=np.int32),
     )  # fmt: skip
     keep_tokens(turn, 1, 3)
     assert turn.top_ids is not None
@@ -256,6 +257,9 @@ def test_a_part_of_a_reply_keeps_its_own_likeliest_ids() -> None:
     assert (turn.top_k, turn.top_ids.tolist(), turn.top_logprobs.tolist()) == (
         2, [2, 3, 4, 5], [-2.0, -3.0, -4.0, -5.0],
     )  # fmt: skip
+    assert turn.kept_ids is not None
+    assert turn.kept_counts is not None
+    assert (turn.kept_ids.tolist(), turn.kept_counts.tolist()) == ([2, 3, 4, 5], [1, 3])
 
 
 def spelled(message: Message, style: int) -> Message:

@@ -36,7 +36,9 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Samples one token for each row; returns (ids, logprobs), both [rows]. Sets `Slots.top`, if requested.
+    """Samples one token for each row; returns (ids, logprobs), both [rows].
+
+    Sets `Slots.top` and `Slots.kept`, if requested.
 
     The order is SGLang's: penalties and grammar change the logits, the temperature divides them, then top-k,
     top-p (of the ids left by top-k) and min-p (relative to the likeliest id) exclude ids. The log-probability
@@ -59,7 +61,7 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
             upload(array, logits_bv.device)
             for array in (narrowed, slots.top_ps[narrowed], slots.top_ks[narrowed], slots.min_ps[narrowed])
         )
-        ids[rows] = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
+        ids[rows], ordered, allowed = _draw_from_top(logprobs_bv[rows], uniform[rows], top_ps, top_ks, min_ps)
     if greedy.any():
         ids = torch.where(upload(greedy, ids.device), logprobs_bv.argmax(-1), ids)
     found = [ids[:, None], logprobs_bv.gather(-1, ids[:, None])]
@@ -71,6 +73,15 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     if listed:
         top_ids, values = both[:, 2 : 2 + listed].astype(np.int64).tolist(), both[:, 2 + listed :].tolist()
         slots.top = [list(zip(*row, strict=True)) for row in zip(values, top_ids, strict=True)]
+    if slots.masked[narrowed].any():  # a further wait for the device: the kept ids vary in number
+        counts, masses = (allowed > 0).sum(-1), allowed.sum(-1).log()
+        ends, logs = torch.stack([counts.double(), masses]).cpu().numpy()
+        rows_of_ids = ordered[:, : int(ends.max())].cpu().numpy()
+        slots.kept = {
+            int(row): (float(both[row, 1] - log), of_row[: int(end)].tolist())
+            for row, end, log, of_row in zip(narrowed, ends, logs, rows_of_ids, strict=True)
+            if slots.masked[row]
+        }
     return both[:, 0].astype(np.int64), both[:, 1].copy()
 
 
@@ -119,9 +130,13 @@ def _inverse_cdf(logprobs_bv: Tensor, draws: Tensor) -> Tensor:
 
 def _draw_from_top(
     logprobs_bv: Tensor, draws: Tensor, top_ps: Tensor, top_ks: Tensor, min_ps: Tensor
-) -> Tensor:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Draws among the `top_k` likeliest ids (0: all), of these the fewest that hold `top_p`, of these the
-    ids at least `min_p` times as likely as the likeliest."""
+    ids at least `min_p` times as likely as the likeliest.
+
+    Returns the drawn ids, all ids of each row, likeliest first, and their probabilities, 0 for those that are
+    excluded, which come last.
+    """
     ordered, ids = logprobs_bv.sort(dim=-1, descending=True, stable=True)
     probs = ordered.double().exp_()
     rank = torch.arange(probs.shape[-1], device=probs.device)
@@ -130,8 +145,8 @@ def _draw_from_top(
     before = probs.cumsum(-1) - probs
     outside = before > top_ps.double()[:, None] * probs.sum(-1, keepdim=True)
     outside |= probs < min_ps.double()[:, None] * probs[:, :1]
-    allowed = probs.masked_fill(outside, 0.0).log()
-    return ids.gather(-1, _inverse_cdf(allowed, draws)[:, None])[:, 0]
+    allowed = probs.masked_fill(outside, 0.0)
+    return ids.gather(-1, _inverse_cdf(allowed.log(), draws)[:, None])[:, 0], ids, allowed
 
 
 def upload(array: np.ndarray, device: torch.device) -> Tensor:

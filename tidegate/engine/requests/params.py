@@ -68,6 +68,11 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     @property
+    def narrows(self) -> bool:
+        """Whether top-p, top-k or min-p may exclude ids."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
     def penalised(self) -> bool:
         return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 

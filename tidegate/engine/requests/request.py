@@ -95,6 +95,12 @@ class Generation:
     output_top: list[list[TokenLogprob]] = field(default_factory=list)
     """The likeliest ids in place of each output token, if they were requested: those of the distribution that
     was sampled, likeliest first."""
+    sampling_mask: bool = False
+    """Whether the ids that top-p, top-k and min-p kept are requested."""
+    kept: list[list[int]] = field(default_factory=list)
+    """These ids in place of each output token."""
+    kept_logprobs: list[float] = field(default_factory=list)
+    """Logprobs of the output tokens among them, of the distribution that was sampled."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     kv_version: str | None = None
     cached_tokens: int = 0
@@ -164,6 +170,12 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     return_logprob = boolean(fields, "return_logprob", False, "")
     start = _logprob_start(fields, len(prompt_ids), return_logprob)
     top = _top_logprobs(fields, start, return_logprob, limits)
+    sampling_mask = boolean(fields, "return_sampling_mask", False, "")
+    if sampling_mask and not params.narrows:
+        raise RequestError(
+            "return_sampling_mask = true needs sampling_params that exclude ids: top_p < 1, top_k > 0 or "
+            "min_p > 0, at a temperature > 0"
+        )
     refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     if limit == 0 and start is None:
@@ -180,6 +192,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         return_logprob=return_logprob,
         logprob_start=start,
         top_logprobs=top,
+        sampling_mask=sampling_mask,
     )
 
 
@@ -245,6 +258,7 @@ def samples_of(request: Generation) -> list[Generation]:
             return_logprob=request.return_logprob,
             logprob_start=request.logprob_start,
             top_logprobs=request.top_logprobs,
+            sampling_mask=request.sampling_mask,
             grammar=request.grammar.copy() if request.grammar is not None else None,
         )
         for i in range(params.n)

@@ -309,6 +309,10 @@ class Scheduler:
         generation.logprobs.append(logprob)
         if generation.top_logprobs:
             generation.output_top.append(self._rows.slots.top[row][: generation.top_logprobs])
+        if generation.sampling_mask:
+            logprob_among_kept, kept = self._rows.slots.kept[row]
+            generation.kept_logprobs.append(logprob_among_kept)
+            generation.kept.append(kept)
         if generation.grammar is not None:
             slots = self._rows.slots
             fault = generation.grammar.accept(token, int(slots.choices[row]), float(slots.masses[row]))

@@ -30,6 +30,10 @@ class Slots:
         """Numbers of likeliest ids that are requested in place of each token."""
         self.top: list[list[TokenLogprob]] = []
         """These ids of each row in this step, likeliest first; more if another row requests more."""
+        self.masked = np.zeros(max_slots, bool)
+        """Whether the ids that top-k, top-p and min-p keep are requested."""
+        self.kept: dict[int, tuple[float, list[int]]] = {}
+        """For these rows: the token's logprob among the kept ids in this step, and these ids."""
         self.has_processors = np.zeros(max_slots, bool)
         """Whether penalties or a grammar change the logits."""
         self.choices = np.zeros(max_slots, np.int64)
@@ -38,7 +42,7 @@ class Slots:
         """For rows with a grammar: total probability of these ids before the grammar excluded the others."""
         self._arrays: list[np.ndarray] = [
             self.tokens, self.lengths, self.output_counts, self.seeds, self.temperatures,
-            self.top_ps, self.top_ks, self.min_ps, self.listed, self.has_processors,
+            self.top_ps, self.top_ks, self.min_ps, self.listed, self.masked, self.has_processors,
         ]  # fmt: skip
 
     @property
@@ -62,6 +66,7 @@ class Slots:
         self.top_ks[row] = max(params.top_k, 0)
         self.min_ps[row] = params.min_p
         self.listed[row] = generation.top_logprobs
+        self.masked[row] = generation.sampling_mask
         self.has_processors[row] = params.penalised or generation.grammar is not None
         return row
 

@@ -134,7 +134,9 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
     `input_token_logprobs` has the prompt's tokens from `logprob_start_len` on; as in SGLang, the first has no
     logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested, and
-    `output_top_logprobs` those in place of each output token; a stream has these in its last event.
+    `output_top_logprobs` those in place of each output token; a stream has these in its last event, as
+    `output_token_sampling_mask`, the ids that top-p, top-k and min-p kept at each output token, and
+    `output_token_sampling_logprobs`, its logprob among them, if `return_sampling_mask` requested them.
     `kv_version` is present only if keys and values of older weights were kept. With a grammar,
     `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
     forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
@@ -153,6 +155,9 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
         meta["output_token_logprobs"] = list(pairs)
     if generation.top_logprobs and generation.ended:
         meta["output_top_logprobs"] = _triples(generation.output_top)
+    if generation.sampling_mask and generation.ended:
+        meta["output_token_sampling_mask"] = generation.kept
+        meta["output_token_sampling_logprobs"] = generation.kept_logprobs
     if generation.logprob_start is not None:
         asked = generation.prompt_ids[generation.logprob_start :]
         values = [None, *generation.prompt_logprobs]

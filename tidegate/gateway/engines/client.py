@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import aiohttp
@@ -66,11 +66,13 @@ class EngineClient(HttpClient):
         stream: bool,
         take: Callable[[GenerateResult], None],
         top_logprobs: int = 0,
+        *,
+        sampling_mask: bool = False,
     ) -> None:
         """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason and the
-        likeliest ids that the body requests. Raises
-        RequestRefusedError if the engine refuses the request, EngineError if it fails or its reply is
-        invalid, OSError if the connection fails."""
+        likeliest and kept ids that the body requests. Raises RequestRefusedError if the engine refuses the
+        request, EngineError if it fails or its reply is invalid, OSError if the connection fails."""
+        read = partial(read_reply, top_logprobs=top_logprobs, sampling_mask=sampling_mask)
         try:
             reply = await self._post(url, "/generate", body)
             try:
@@ -78,9 +80,9 @@ class EngineClient(HttpClient):
                     raise _refused(url, reply, await _read(url, reply))
                 if not stream:
                     data = await _read(url, reply)
-                    take(read_reply(_load(url, data), top_logprobs=top_logprobs))
+                    take(read(_load(url, data)))
                     return
-                await _read_events(url, reply, take, top_logprobs)
+                await _read_events(url, reply, take, read)
                 if not reply.closed:  # aiohttp keeps the connection once the end of the stream arrives
                     asyncio.get_running_loop().call_later(_REST_S, reply.close)
             except BaseException:
@@ -172,7 +174,10 @@ async def _read(url: str, reply: aiohttp.ClientResponse) -> bytes:
 
 
 async def _read_events(
-    url: str, reply: aiohttp.ClientResponse, take: Callable[[GenerateResult], None], top_logprobs: int
+    url: str,
+    reply: aiohttp.ClientResponse,
+    take: Callable[[GenerateResult], None],
+    read: Callable[..., GenerateResult],
 ) -> None:
     """Reads a stream up to its finish event."""
     buffer = b""
@@ -184,7 +189,7 @@ async def _read_events(
         data = [event[5:].strip() for event in events if event.startswith(b"data:")]
         data = [event for event in data if event != b"[DONE]"]
         if data:  # events are cumulative: the newest contains the others
-            piece = read_reply(_event(url, data[-1]), partial=True, top_logprobs=top_logprobs)
+            piece = read(_event(url, data[-1]), partial=True)
             take(piece)
             if piece.finish:
                 return

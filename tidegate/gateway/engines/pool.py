@@ -284,7 +284,14 @@ class EnginePool:
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
                 body = request_body(request, result, rid, oldest_kv)
-                await self._client.generate(engine.url, body, stream, take, request.top_logprobs)
+                await self._client.generate(
+                    engine.url,
+                    body,
+                    stream,
+                    take,
+                    request.top_logprobs,
+                    sampling_mask=request.sampling_mask,
+                )
             engine.failures = 0
         except OSError as error:
             own = error.errno in _OWN_LIMITS

@@ -70,6 +70,8 @@ class GenerateRequest:
     new_stop_search: Callable[[], Callable[[Sequence[int]], int | None]] | None = None
     top_logprobs: int = 0
     """Number of likeliest ids that are requested in place of each token."""
+    sampling_mask: bool = False
+    """Whether the ids that top-p, top-k and min-p keep are requested, and logprobs among them."""
     closed: bool = False
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
@@ -91,9 +93,10 @@ class GenerateRequest:
         return not (self.params.keys() & NON_RESUMABLE_PARAMS)
 
     def has_logprobs(self, result: GenerateResult) -> bool:
-        """Whether each token has its logprob and, if requested, its likeliest ids."""
+        """Whether each token has its logprob and, if requested, its likeliest and its kept ids."""
         top = len(result.top) if self.top_logprobs else len(result.ids)
-        return len(result.logprobs) == top == len(result.ids)
+        kept = len(result.kept) if self.sampling_mask else len(result.ids)
+        return len(result.logprobs) == top == kept == len(result.ids)
 
     def unseen_stop_search(self, ids: Sequence[int]) -> Callable[[Sequence[int]], int | None] | None:
         """Returns a search for stop strings that the engine does not find in the call after the tokens `ids`:
@@ -135,11 +138,13 @@ class GenerateResult:
     _: KW_ONLY
     top: list[TopRow] = field(default_factory=list, compare=False)
     """The engine's likeliest ids in place of each token, if they were requested."""
+    kept: list[Ids] = field(default_factory=list, compare=False)
+    """The ids that top-p, top-k and min-p kept in place of each token, if they were requested."""
     calls: int = field(default=0, compare=False)
     """Engine calls that returned tokens."""
 
     def truncate(self, end: int) -> None:
-        del self.ids[end:], self.logprobs[end:], self.masses[end:], self.top[end:]
+        del self.ids[end:], self.logprobs[end:], self.masses[end:], self.top[end:], self.kept[end:]
         self.spans = spans_within(self.spans, 0, end)
 
     def note_kept_kv(self, oldest: int | None) -> None:
@@ -160,6 +165,7 @@ class GenerateResult:
         self.logprobs += piece.logprobs
         self.masses += piece.masses
         self.top += piece.top
+        self.kept += piece.kept
         self.finish = piece.finish
         if piece.kv_version is not None:
             own = self.kv_version
@@ -203,14 +209,19 @@ def request_body(
     }
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
+    if request.sampling_mask:
+        body["return_sampling_mask"] = True
     if oldest_kv is not None:
         body["cache_salt"] = str(oldest_kv)
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def read_reply(payload: Any, *, partial: bool = False, top_logprobs: int = 0) -> GenerateResult:
+def read_reply(
+    payload: Any, *, partial: bool = False, top_logprobs: int = 0, sampling_mask: bool = False
+) -> GenerateResult:
     """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream. `finish` is "" until the
-    last event; earlier events may omit logprobs, and likeliest ids are read from the last one alone. Raises
+    last event; earlier events may omit logprobs, and likeliest and kept ids are read from the last one alone.
+    With kept ids, logprobs are those of the distribution over them. Raises
     EngineError if ids or logprobs are missing or inconsistent, RequestRefusedError if the engine aborted the
     request with a 4xx status."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
@@ -232,6 +243,8 @@ def read_reply(payload: Any, *, partial: bool = False, top_logprobs: int = 0) ->
     result = GenerateResult(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
     if top_logprobs and finish and ids:
         result.top = _top(meta.get("output_top_logprobs"), result, top_logprobs)
+    if sampling_mask and finish and ids:
+        _narrow(result, meta)
     masses = meta.get("output_token_masses")
     if isinstance(masses, list) and all(isinstance(mass, float | int) for mass in masses):
         result.masses = masses[: len(ids)]
@@ -294,6 +307,38 @@ def _top(rows: Any, result: GenerateResult, most: int) -> list[TopRow]:
             "must report logprobs after the temperature"
         )
     return list(zip(ids, np.maximum(values, LEAST_LOGPROB), strict=True))
+
+
+def _narrow(result: GenerateResult, meta: Mapping[str, Any]) -> None:
+    """Sets `kept`, and replaces the logprobs over the whole vocabulary by those over the kept ids, which the
+    token was drawn from. Likeliest ids that were not kept get LEAST_LOGPROB."""
+    rows, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    count = len(result.ids)
+    if not all(isinstance(found, list) and len(found) == count for found in (rows, logprobs)):
+        raise EngineError(
+            f"the engine returned no kept ids for some of {count} tokens: in training, top_p, top_k and "
+            "min_p need an engine that honours return_sampling_mask; use one, or leave out sampling.top_p"
+        )
+    try:
+        kept = [np.array(row, np.int32).reshape(-1) for row in rows or ()]
+        narrowed = np.array(logprobs, np.float64).reshape(count)
+    except (TypeError, ValueError, OverflowError):
+        raise EngineError(
+            "the engine returned malformed kept ids or logprobs (return_sampling_mask)"
+        ) from None
+    gains = narrowed - np.asarray(result.logprobs)
+    for token, ids, logprob, gain in zip(result.ids, kept, narrowed, gains, strict=True):
+        if token not in ids or not logprob <= MASS_TOLERANCE or not gain >= -TOP_TOLERANCE:
+            raise EngineError(
+                f"the engine returned kept ids that contradict its sample: id {token} is "
+                f"{'' if token in ids else 'not '}among {len(ids)} kept ids, and its logprob is "
+                f"{logprob:.4g} among them and {logprob - gain:.4g} among all"
+            )
+    result.kept, result.logprobs = kept, narrowed.tolist()
+    result.top = [
+        (ids, np.where(np.isin(ids, own), values + np.float32(gain), np.float32(LEAST_LOGPROB)))
+        for (ids, values), own, gain in zip(result.top, kept, gains, strict=False)
+    ]
 
 
 def _finish(reason: Any) -> str:

@@ -15,10 +15,10 @@ from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest, SessionResult
 from tidegate.types import Outcome, Sampling, Task, Trajectory, fields_of
 
-VERSION = 8
+VERSION = 9
 """Version of this schema; the database's `user_version`."""
-EXTENDED = 7
-"""Version whose tables are the same: this one adds fields at the end of turns."""
+EXTENDED = (7, 8)
+"""Versions whose tables are the same: this one adds fields at the end of turns."""
 TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,

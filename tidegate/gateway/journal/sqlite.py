@@ -257,7 +257,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         failpoints.reach("made.within")
         connection.execute("COMMIT")
         failpoints.reach("made.after")
-    elif version == schema.EXTENDED:
+    elif version in schema.EXTENDED:
         connection.execute(f"PRAGMA user_version = {schema.VERSION}")
     elif version != schema.VERSION:
         connection.close()

@@ -50,8 +50,8 @@ _ARRAYS = [
     if get_origin(array) is np.ndarray
 ]
 _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
-_ADDED = ("top_ids", "top_logprobs")
-"""The last fields, which turns of schema version 7 do not have."""
+_ADDED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts")
+"""The last fields: turns of schema version 7 have none of them, those of version 8 the first two."""
 _VALUES: Any = msgspec.defstruct(
     "_VALUES",
     [(name, _STORED[name], None) if name in _ADDED else (name, _STORED[name]) for name in _FIELDS],

@@ -116,6 +116,7 @@ class ModelCall:
 
     def turn(self, result: GenerateResult) -> Turn:
         top_ids, top_logprobs = _packed(result.top)
+        kept = result.kept if self.engine_request.sampling_mask else None
         return Turn(
             index=-1,
             parent=self.attachment.parent,
@@ -137,6 +138,8 @@ class ModelCall:
             output_mask=trainable_tokens(result) if self.structured == "grammar" else None,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
+            kept_ids=np.concatenate(kept) if kept else None,
+            kept_counts=np.array([len(ids) for ids in kept], dtype=np.int32) if kept else None,
         )
 
 

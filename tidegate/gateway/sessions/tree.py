@@ -344,6 +344,9 @@ def keep_tokens(turn: Turn, first: int, end: int) -> None:
     if turn.top_ids is not None and turn.top_logprobs is not None:
         listed = slice(first * turn.top_k, end * turn.top_k)
         turn.top_ids, turn.top_logprobs = turn.top_ids[listed], turn.top_logprobs[listed]
+    if turn.kept_ids is not None and turn.kept_counts is not None:
+        kept = slice(int(turn.kept_counts[:first].sum()), int(turn.kept_counts[:end].sum()))
+        turn.kept_ids, turn.kept_counts = turn.kept_ids[kept], turn.kept_counts[first:end]
     turn.output_ids, turn.logprobs = turn.output_ids[first:end], turn.logprobs[first:end]
     turn.version_spans = tuple(spans_within(turn.version_spans, first, end))
     if turn.output_mask is not None:

@@ -24,7 +24,13 @@ from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
 from tidegate.gateway.rendering.token_bound import TokenBound, min_characters
 from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import RequestedSampling, SamplingRules, StructuredOutput, token_budget
+from tidegate.gateway.sampling import (
+    RequestedSampling,
+    SamplingRules,
+    StructuredOutput,
+    narrows,
+    token_budget,
+)
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
@@ -194,12 +200,15 @@ class PromptBuilder:
         )
         if request.tools and (end := single_call_stop(self._tool_format, request.tool_use)):
             params["stop"] = [*request.sampling.stop, end]
-        requested_as = rules.requested_params(request.sampling, session.split)
+        requested_as = rules.requested_params(
+            request.sampling, session.split, narrowed_by_agents=session.sampling.narrowed_by_agents
+        )
         engine_request = GenerateRequest(
             prompt, params, budget, stream=request.stream, requested_as=requested_as
         )
         if request.exempt is None:
             engine_request.top_logprobs = session.sampling.top_logprobs
+            engine_request.sampling_mask = session.split == "train" and narrows(params)
         if stops := params.get("stop"):
             decode = self._renderer.decode
             engine_request.new_stop_search = lambda: stop_search(

@@ -96,17 +96,22 @@ class Microbatch:
     """float32, log μ of these ids."""
     policy_listed_nk: Tensor | None = None
     """log π_θ of these ids, with gradient; set by the forward pass."""
+    kept_nm: Tensor | None = None
+    """int64, the ids that top-p, top-k and min-p kept, padded on the right with −1, which fills the row of a
+    token that was drawn from the whole vocabulary; None if all tokens were."""
     idle: bool = False
     """Dummy microbatch that keeps the ranks in step: its loss is 0, and no metric includes it."""
 
     @property
     def other_ids_nk(self) -> Tensor | None:
-        """The ids beside the target whose log π_θ a loss needs; those of the teacher come first."""
-        given = [ids_nk for ids_nk in (self.teacher_ids_nk, self.sampler_ids_nk) if ids_nk is not None]
+        """The ids beside the target whose log π_θ is needed: the teacher's, the sampler's, the kept ones."""
+        kept_nm = None if self.kept_nm is None else self.kept_nm.clamp(min=0)
+        every = (self.teacher_ids_nk, self.sampler_ids_nk, kept_nm)
+        given = [ids_nk for ids_nk in every if ids_nk is not None]
         return torch.cat(given, dim=1) if given else None
 
     def with_others(self, policy_nk: Tensor | None) -> Self:
-        """Return the microbatch with log π_θ of `other_ids_nk`."""
+        """Return the microbatch with log π_θ of the teacher's and the sampler's ids."""
         if policy_nk is None:
             return self
         teachers = 0 if self.teacher_ids_nk is None else self.teacher_ids_nk.shape[1]
@@ -387,4 +392,21 @@ def microbatch(
         teacher_top_nk=optional("teacher_top"),
         sampler_ids_nk=None if sampler_ids is None else sampler_ids.long(),
         sampler_listed_nk=None if listed is None else listed.float(),
+        kept_nm=_kept(selected),
     )
+
+
+def _kept(rows: Sequence[TrainingSequence]) -> Tensor | None:
+    """Return `Microbatch.kept_nm`."""
+    if all(row.kept_ids is None for row in rows):
+        return None
+    counts_n = np.concatenate(
+        [
+            np.zeros(row.trained, np.int32) if row.kept_counts is None else row.kept_counts[row.mask]
+            for row in rows
+        ]
+    )
+    kept_nm = np.full((len(counts_n), counts_n.max()), -1, dtype=np.int64)
+    ids = [row.kept_ids for row in rows if row.kept_ids is not None]
+    kept_nm[np.arange(kept_nm.shape[1]) < counts_n[:, None]] = np.concatenate(ids)
+    return torch.from_numpy(kept_nm)

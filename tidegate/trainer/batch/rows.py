@@ -50,6 +50,10 @@ class TrainingSequence:
     """The k likeliest ids of the engine in place of each token, [t, k], if they were recorded."""
     sampler_listed: npt.NDArray[np.float16] | None = None
     """log μ of these ids, [t, k]."""
+    kept_ids: Ids | None = None
+    """The ids that top-p, top-k and min-p kept, of one trained token after the other; None: they kept all."""
+    kept_counts: Ids | None = None
+    """Numbers of these ids; 0: the token was drawn from the whole vocabulary."""
 
     @property
     def trained(self) -> int:
@@ -161,6 +165,11 @@ def _row(
     if width := min((turn.top_k for turn in path if turn.index in chosen), default=0):
         row.sampler_ids = np.zeros((length, width), dtype=np.int32)
         row.sampler_listed = np.zeros((length, width), dtype=np.float16)
+    if kept := [
+        turn.kept_ids[_kept_mask(turn)] for turn in path if turn.index in chosen and turn.kept_ids is not None
+    ]:
+        row.kept_ids = np.concatenate(kept)
+        row.kept_counts = np.zeros(length, dtype=np.int32)
     start = 0
     for turn in path:
         middle = start + len(turn.delta_ids)
@@ -204,6 +213,15 @@ def _mark(row: TrainingSequence, turn: Turn, start: int, end: int, advantage: fl
         width, shape = row.sampler_ids.shape[1], (end - start, turn.top_k)
         row.sampler_ids[start:end] = turn.top_ids.reshape(shape)[:, :width]
         row.sampler_listed[start:end] = turn.top_logprobs.reshape(shape)[:, :width]
+    if row.kept_counts is not None and turn.kept_counts is not None:
+        row.kept_counts[start:end] = np.where(mask, turn.kept_counts, 0)
+
+
+def _kept_mask(turn: Turn) -> npt.NDArray[np.bool_]:
+    """Mask of the kept ids of trained tokens."""
+    assert turn.kept_counts is not None
+    mask = np.ones(len(turn.output_ids)) if turn.output_mask is None else turn.output_mask
+    return np.repeat(mask != 0, turn.kept_counts)
 
 
 def _add_teacher(row: TrainingSequence, turns: Sequence[Turn]) -> None:

@@ -29,7 +29,7 @@ from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.attention import use_repeated_heads
 from tidegate.trainer.policy.experts import use_autocast
-from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, token_logprobs
+from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, narrowed, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.types import Logprobs
@@ -139,12 +139,13 @@ class Forward:
             return Prefix(self._backbone, batch.prefixes, self.device) if batch.prefixes else None
 
     def __call__(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
-        """Return log π of the trained tokens and the entropy of their distributions.
+        """Return log π of the trained tokens, over their kept ids if they were recorded, and the entropy of
+        their distributions over the whole vocabulary.
 
         The microbatch must be on the model's device.
         """
         scored: TokenLogprobs = self._compute(batch, prefix)
-        return scored
+        return scored if batch.kept_nm is None else narrowed(scored, batch.kept_nm, batch.sampler_listed_nk)
 
     def _compute_logprobs(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
         """Without a prefix no attention mask is needed: padding is on the right, and attention is causal."""

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from tidegate.weights.float_logits import product
 
+EXCLUDED = -60.0
+"""log π' of listed ids that were not kept. Their recorded log μ is far below."""
+
 
 class TokenLogprobs(NamedTuple):
     """Log-probabilities of the trained tokens, in float32."""
@@ -43,6 +46,35 @@ def token_logprobs(
     ids_nm = targets_n[:, None] if ids_nk is None else torch.cat([targets_n[:, None], ids_nk], dim=1)
     logprobs_nm = logprobs_nv.gather(1, ids_nm)
     return TokenLogprobs(logprobs_nm[:, 0], entropy_n, None if ids_nk is None else logprobs_nm[:, 1:])
+
+
+def narrowed(scored: TokenLogprobs, kept_nm: Tensor, listed_nk: Tensor | None = None) -> TokenLogprobs:
+    """Renormalise over the ids that the sampler kept: log π'(y) = log π(y) − log Σ_{v ∈ kept} π(v).
+
+    The gradient is ∇ log π(y) − Σ_{v ∈ kept} π'(v) ∇ log π(v), whose mean under π' is 0. The set is the
+    sampler's, and constant ("keep sampling mask"; DeepSeek-V3.2, arXiv 2512.02556, 2025, §3.1).
+
+    Args:
+        scored: of the whole vocabulary; log π of the kept ids comes last.
+        kept_nm: these ids, as in `Microbatch`.
+        listed_nk: log μ of the sampler's likeliest ids, which come before the kept ones; ids that were not
+            kept have π' = 0, as μ = 0.
+    """
+    assert scored.top_nk is not None
+    width = scored.top_nk.shape[1] - kept_nm.shape[1]
+    absent_nm = kept_nm < 0
+    whole_n = absent_nm[:, 0]
+    of_kept_nm = (
+        scored.top_nk[:, width:].masked_fill(absent_nm, -torch.inf).masked_fill(whole_n[:, None], 0.0)
+    )
+    normaliser_n = of_kept_nm.logsumexp(dim=1).masked_fill(whole_n, 0.0)  # constant where all ids were kept
+    top_nk = scored.top_nk[:, :width]
+    if listed_nk is not None:
+        others = width - listed_nk.shape[1]  # the teacher's
+        own_nk = top_nk[:, others:] - normaliser_n[:, None]
+        own_nk = own_nk.masked_fill((listed_nk < EXCLUDED) & ~whole_n[:, None], EXCLUDED)
+        top_nk = torch.cat([top_nk[:, :others], own_nk], dim=1)
+    return TokenLogprobs(scored.logprobs_n - normaliser_n, scored.entropy_n, top_nk if width else None)
 
 
 def logprobs_in_pieces(

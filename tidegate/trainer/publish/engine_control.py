@@ -13,6 +13,7 @@ import orjson
 from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
+from tidegate.settings.servers import DEFAULT_KEPT
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
@@ -110,23 +111,31 @@ class EngineControl:
             raise EngineError(f"engine {self.url} gives no checksums of its weights (/weights_checker)")
         return found
 
-    async def check_sample(self, listed_ids: int = 0) -> None:
-        """Sample one token as for training, with this number of likeliest ids in its place.
+    async def check_sample(self, listed_ids: int = 0, *, kept_ids: bool = False) -> None:
+        """Sample one token as for training, with this number of likeliest ids in its place, and with the ids
+        that top-p keeps if `kept_ids`.
 
         Raises IncompatibleEngineError if the reply lacks fields that training needs, as in unsupported
         versions.
         """
-        body = {
+        body: dict[str, Any] = {
             "input_ids": [0], "return_logprob": True, "stream": False,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             **({"top_logprobs_num": listed_ids} if listed_ids else {}),
         }  # fmt: skip
+        if kept_ids:
+            body |= {"return_sampling_mask": True}
+            body["sampling_params"] |= {"top_p": 0.95, "top_k": DEFAULT_KEPT}
         meta = (await self.call("/generate", body)).get("meta_info")
         missing = [
             what for name, what in REQUIRED_FIELDS.items() if not (isinstance(meta, dict) and meta.get(name))
         ]
         if listed_ids and isinstance(meta, dict) and not any(meta.get("output_top_logprobs") or ()):
             missing.append(f"its likeliest ids (trainer.loss.score_centering = {listed_ids})")
+        if kept_ids and isinstance(meta, dict) and not meta.get("output_token_sampling_mask"):
+            missing.append(
+                "the ids that top-p and top-k kept (sampling.top_p, top_k, min_p or narrowed_by_agents)"
+            )
         if missing:
             raise IncompatibleEngineError(
                 f"engine {self.url}: a sampled token lacks {' and '.join(missing)}, which training needs; "

@@ -87,6 +87,8 @@ class Publisher:
     """Whether running requests keep their keys and values (`engine.pause = "in_place"`)."""
     listed_ids: int = 0
     """Number of likeliest ids that engines must report in place of each token."""
+    kept_ids: bool = False
+    """Whether engines must report the ids that top-p, top-k and min-p keep."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     startable: tuple[Path, int] = field(init=False)
@@ -252,7 +254,10 @@ class Publisher:
         Engines that do not respond are skipped.
         """
         async with aiohttp.ClientSession() as http:
-            checks = [EngineControl(url, http).check_sample(self.listed_ids) for url in self.engines()]
+            checks = [
+                EngineControl(url, http).check_sample(self.listed_ids, kept_ids=self.kept_ids)
+                for url in self.engines()
+            ]
             for result in await asyncio.gather(*checks, return_exceptions=True):
                 if isinstance(result, BaseException) and not (
                     isinstance(result, EngineError) and result.retryable
@@ -267,7 +272,7 @@ class Publisher:
         weights, version = self.current
         async with aiohttp.ClientSession() as http:
             engine = EngineControl(url, http)
-            await engine.check_sample(self.listed_ids)
+            await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids)
             await self._read(engine, weights, version)
         self.unavailable.discard(url)
         return version

@@ -89,7 +89,8 @@ def write_parquet(run_dir: Path, out: Path) -> int:
     and lists of equal length: `input_ids`, `trained` (the mask, also of dropped episodes; all False for an
     episode of the batch that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for
     context), `advantages`, and, null unless they were recorded, `top_ids` and `top_logprobs`: of each token
-    the list of the engine's likeliest ids, and log μ of them.
+    the list of the engine's likeliest ids, and log μ of them; and `kept_counts`: the number of ids that
+    top-p, top-k and min-p kept (0: all), which `kept_ids` lists.
 
     Returns:
         Number of rows.
@@ -160,6 +161,7 @@ def _schema(pa: Any) -> Any:
             "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
             "top_ids": pa.list_(pa.list_(integer)), "top_logprobs": pa.list_(pa.list_(pa.float16())),
+            "kept_ids": pa.list_(integer), "kept_counts": pa.list_(integer),
         }
     )  # fmt: skip
 
@@ -202,4 +204,6 @@ def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
                 "advantages": row.advantages,
                 "top_ids": None if row.sampler_ids is None else [*row.sampler_ids],
                 "top_logprobs": None if row.sampler_listed is None else [*row.sampler_listed],
+                "kept_ids": row.kept_ids,
+                "kept_counts": row.kept_counts,
             }

@@ -176,6 +176,8 @@ def _metrics(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
             "top_ids": turn.top_ids.reshape(shape).tolist(),
             "top_logprobs": turn.top_logprobs.reshape(shape).tolist(),
         }
+    if turn.kept_ids is not None and turn.kept_counts is not None:
+        extra |= {"kept_ids": turn.kept_ids.tolist(), "kept_counts": turn.kept_counts.tolist()}
     return {
         "prompt_tokens": len(prompt),
         "completion_tokens": len(turn.output_ids),
@@ -220,7 +222,7 @@ def _text(content: Any) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
-LIKELIEST = "the engine's likeliest ids"
+LIKELIEST = "the engine's likeliest and kept ids (logprobs are those among kept ids, if there are any)"
 FORMATS = {
     "tinker": Format(
         _tinker,

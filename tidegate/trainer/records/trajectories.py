@@ -329,6 +329,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
         "top_ids": _pack(turn.top_ids),
         "top_logprobs": _pack(turn.top_logprobs),
+        "kept_ids": _pack(turn.kept_ids),
+        "kept_counts": _pack(turn.kept_counts),
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
@@ -351,6 +353,8 @@ def _decode_turn(line: Mapping[str, Any]) -> Turn:
             else np.array(line["teacher_top_logprobs"], np.float32),
             "top_ids": _unpack(line.get("top_ids"), PackedIds),
             "top_logprobs": _unpack(line.get("top_logprobs"), PackedLogprobs),
+            "kept_ids": _unpack(line.get("kept_ids"), PackedIds),
+            "kept_counts": _unpack(line.get("kept_counts"), PackedIds),
         }
     )
 

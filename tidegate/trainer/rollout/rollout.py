@@ -26,7 +26,7 @@ from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, Pause, backoff_s
 from tidegate.trainer.waits import run_to_completion
-from tidegate.types import Outcome, Sampling, Task, Trajectory
+from tidegate.types import Outcome, Task, Trajectory
 
 MAX_QUARANTINED_IN_A_ROW = 10_000
 """Number of quarantined tasks in a row after which all tasks are assumed to be quarantined."""
@@ -203,12 +203,7 @@ class Rollout:
 
         Returns its outcome, the reason of a failure, whether slow engines caused it, and its sampled tokens.
         """
-        settings = self.settings.sampling
-        sampling = Sampling(
-            settings.temperature,
-            max_tokens=settings.max_tokens,
-            top_logprobs=self.settings.trainer.loss.listed_ids,
-        )
+        sampling = self.settings.sampling.in_training(self.settings.trainer.loss.listed_ids)
         try:
             summary = await self.episodes.run(
                 attempt, task, sampling, "train",

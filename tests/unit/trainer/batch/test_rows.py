@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -6,6 +7,7 @@ from hypothesis import given
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, trees
 from tidegate.errors import TrainingError
+from tidegate.trainer.batch.microbatch import microbatch
 from tidegate.trainer.batch.rows import check_listed, rows_of
 from tidegate.types import Trajectory
 
@@ -73,6 +75,25 @@ def test_likeliest_ids_stay_with_their_token():
     turns[1].exempt = "the request's header"
     (row,) = rows_of(make_trajectory(turns), 1.0)
     check_listed([row])
+
+
+def test_kept_ids_are_those_of_trained_tokens():
+    """Beside turns that were sampled from the whole vocabulary, under a grammar, and of an exempt call."""
+    turns = [make_turn(0, None, [1, 2], [3, 4, 5]), make_turn(1, 0, [5], [6]), make_turn(2, 1, [7], [8, 9])]
+    for turn, counts in ((turns[0], [2, 1, 3]), (turns[2], [1, 1])):
+        turn.kept_counts = np.array(counts, dtype=np.int32)
+        turn.kept_ids = 10 * turn.index + np.arange(sum(counts), dtype=np.int32)
+    turns[0].output_mask = np.array([1, 0, 1], dtype=np.uint8)
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    assert row.kept_counts.tolist() == [0, 0, 2, 0, 3, 0, 0, 0, 1, 1]
+    assert row.kept_ids.tolist() == [0, 1, 3, 4, 5, 20, 21]
+    batch = microbatch([row, replace(row, kept_ids=None, kept_counts=None)], [0, 1], {})
+    kept = [[0, 1, -1], [3, 4, 5], [-1] * 3, [20, -1, -1], [21, -1, -1]]
+    assert batch.kept_nm.tolist() == [*kept, *[[-1] * 3] * 5]
+    turns[2].exempt = "the request's header"
+    (row,) = rows_of(make_trajectory(turns), 1.0)
+    assert row.kept_ids.tolist() == [0, 1, 3, 4, 5]
+    assert microbatch([replace(row, kept_ids=None, kept_counts=None)], [0], {}).kept_nm is None
 
 
 def test_a_conversation_is_one_row():

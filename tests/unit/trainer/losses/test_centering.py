@@ -14,6 +14,7 @@ from tidegate.trainer.losses import dppo
 from tidegate.trainer.losses.centering import TokenWeight, centered, expected_score
 from tidegate.trainer.losses.loss import Surrogate
 from tidegate.trainer.losses.parts import bounded, dual_clipped, masked, ppo_clip, truncated, weighted
+from tidegate.trainer.policy.head import TokenLogprobs, narrowed
 
 POSITIONS, VOCABULARY = 5, 7
 LOW, HIGH = 0.7, 1.4
@@ -156,3 +157,35 @@ def test_ids_that_the_sampler_excluded_stay_finite() -> None:
             )
             (gradient,) = torch.autograd.grad(objective.sum(), logits, retain_graph=True)
             assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("number", [2, 4, VOCABULARY])
+@pytest.mark.parametrize("name", SURROGATES)
+def test_centering_over_kept_ids_leaves_no_mean_update(name: str, number: int) -> None:
+    """Sampler and policy are renormalised over four kept ids; with these listed, the mean is exactly 0."""
+    logits, log_q = distributions(3)
+    kept = log_q.topk(4, dim=1).indices
+    excluded = torch.ones_like(log_q, dtype=torch.bool).scatter(1, kept, False)
+    log_q = log_softmax(log_q.masked_fill(excluded, -torch.inf)).clamp(min=-9999.0)
+    ids = log_q.topk(number, dim=1).indices
+    advantages = torch.tensor([1.0, -1.0, 2.0, -0.5, -2.0], dtype=torch.float64)
+    (batch,) = lay(make_rows(2, shortest=20), 4096)
+    sampler = log_q.gather(1, ids)
+    means = []
+    for listed in (0, number):
+        total = torch.zeros_like(logits)
+        for tokens in kept.T[:, :, None]:
+            log_p, own_n = log_softmax(logits), log_q.gather(1, tokens)[:, 0]
+            every = torch.cat([log_p.gather(1, ids), log_p.gather(1, kept)], dim=1)
+            scored = TokenLogprobs(log_p.gather(1, tokens)[:, 0], own_n, every)
+            log_p_n, _, policy = narrowed(scored, kept, sampler)
+            drawn = replace(
+                batch, advantages_n=advantages, logprobs_n=own_n, policy_listed_nk=policy,
+                sampler_listed_nk=sampler,
+            )  # fmt: skip
+            objective, _ = centered(listed, SURROGATES[name])(log_p_n - own_n, log_p_n, drawn)
+            total += torch.autograd.grad((own_n.exp() * objective).sum(), logits)[0]
+        means.append(total)
+    without, with_centering = means
+    assert without.abs().max() > 0.02, "the case proves too little"
+    assert with_centering.norm() < (1e-6 if number >= 4 else 0.7 * without.norm())

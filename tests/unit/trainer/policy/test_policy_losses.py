@@ -349,3 +349,64 @@ def test_rows_without_the_teachers_logprobs_are_refused(base):
         policy.update(rows, version=3)
     rows[3].teacher = rows[3].logprobs - 1.0
     assert policy.update(rows, version=3)["skipped"] == 0
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_step_over_kept_ids_has_the_gradient_of_the_renormalised_policy(base, other, monkeypatch, pieces):
+    """At several temperatures, with shared prefixes, in pieces; every third row is of the whole vocabulary.
+    π_ref and π_old are over the same ids, so a reference with the same weights has no distance."""
+    if pieces:
+        monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 8 * VOCABULARY)
+    settings = TrainerSettings(
+        loss={"name": "truncated_is", "importance_cap": 1.2},
+        microbatch_tokens=200,
+        reference_model=base,
+        **SETTINGS,
+    )
+    policy, rows = Policy.load(base, settings), make_rows(9, shortest=20)
+    listed_by(Policy.load(other, TrainerSettings()), rows, VOCABULARY)
+    total, kl = sum(row.trained for row in rows), 0.0
+    policy.model.zero_grad()
+    for number, row in enumerate(rows):
+        at = np.flatnonzero(row.mask)
+        ids, targets = (
+            torch.tensor(row.sampler_ids.astype(np.int64))[at],
+            torch.tensor(row.ids.astype(np.int64))[at],
+        )
+        sampler = torch.empty(len(at), VOCABULARY).scatter(
+            1, ids, torch.tensor(row.sampler_listed.astype(np.float32))[at]
+        )
+        excluded = torch.ones(len(at), VOCABULARY, dtype=torch.bool)
+        if number % 3:  # the 1 to 6 likeliest ids and the token
+            counts = 1 + np.arange(len(at)) % 6
+            for place, count in enumerate(counts):
+                excluded[place, ids[place, :count]] = False
+                excluded[place, targets[place]] = False
+            row.kept_counts = np.zeros(len(row.ids), dtype=np.int32)
+            row.kept_counts[at] = (~excluded).sum(1).numpy()
+            row.kept_ids = (~excluded).nonzero()[:, 1].numpy().astype(np.int32)
+        else:
+            excluded[:] = False
+        own = torch.log_softmax(sampler.masked_fill(excluded, -torch.inf), 1).gather(1, targets[:, None])[
+            :, 0
+        ]
+        row.logprobs[at] = own.numpy()
+        row.sampler_ids = row.sampler_listed = None
+        logits = policy.model(torch.tensor(row.ids[None].astype(np.int64))).logits[0, at - 1]
+        logits = (logits / torch.tensor(row.temperature[at])[:, None]).masked_fill(excluded, -torch.inf)
+        logprobs = torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
+        weights = (logprobs.detach() - own).exp().clamp(max=1.2) * torch.tensor(row.advantages[at])
+        (-(weights * logprobs).sum() / total).backward()
+        ratio = logprobs.detach().double() - own
+        kl += float((torch.expm1(ratio) - ratio).sum()) / total
+    expected = gradient(policy)
+    metrics = policy.update(rows, version=3)
+    assert float((gradient(policy) - expected).norm() / expected.norm()) <= 1e-5
+    assert metrics["lag_kl"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+    for row in rows:
+        row.kept_ids = row.kept_counts = None
+    policy = Policy.load(base, settings)
+    without = policy.update(rows, version=3)
+    assert float((gradient(policy) - expected).norm() / expected.norm()) > 0.05, "the case proves too little"
+    assert abs(without["lag_kl"] - kl) > 0.2 * kl

@@ -397,6 +397,7 @@ def test_engine_errors_say_whether_to_try_again() -> None:
         ("no_versions", "lacks the version of the weights behind it"),
         ("no_logprobs", "lacks its logprob"),
         ("no_top", r"lacks its likeliest ids \(trainer.loss.score_centering = 4\), which"),
+        ("no_kept", r"lacks the ids that top-p and top-k kept \(sampling.top_p"),
         ("garbage", "lacks its logprob and the version"),
         ("refuse", "400: "),
         ("none", None),
@@ -422,6 +423,7 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
         current=(tmp_path, 0),
         retry_s=5.0,
         listed_ids=4 if fault == "no_top" else 0,
+        kept_ids=fault == "no_kept",
     )
     try:
         if words is None:

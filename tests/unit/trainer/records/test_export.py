@@ -39,7 +39,7 @@ def test_a_recorded_trajectory_is_the_same_bit_for_bit() -> None:
     assert to_wire(after) == to_wire(before)
 
 
-def test_likeliest_ids_are_packed_and_older_records_have_none() -> None:
+def test_likeliest_and_kept_ids_are_packed_and_older_records_have_none() -> None:
     """At 32 ids a token takes less than 200 bytes in memory and on disk."""
     rng = np.random.default_rng(0)
     before = one_turn(np.zeros(500, np.float32))
@@ -47,14 +47,17 @@ def test_likeliest_ids_are_packed_and_older_records_have_none() -> None:
     top = np.sort(-rng.exponential(4.0, (500, 32)).astype(np.float16), axis=1)[:, ::-1]
     turn.top_logprobs = np.ascontiguousarray(top).reshape(-1)
     turn.top_ids = rng.integers(0, 150_000, 500 * 32).astype(np.int32)
+    turn.kept_counts = rng.integers(1, 20, 500).astype(np.int32)
+    turn.kept_ids = rng.integers(0, 150_000, turn.kept_counts.sum()).astype(np.int32)
     assert (turn.top_k, turn.top_ids.nbytes + turn.top_logprobs.nbytes) == (32, 192 * 500)
     assert turn.top_k == from_wire(to_wire(before), Trajectory).turns[0].top_k
     line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
     text = line["turns"][0]
     assert len(text["top_ids"]) + len(text["top_logprobs"]) < 200 * 500
     assert to_wire(decode_trajectory(line)) == to_wire(before)
-    del text["top_ids"], text["top_logprobs"]
-    assert decode_trajectory(line).turns[0].top_ids is None
+    del text["top_ids"], text["top_logprobs"], text["kept_ids"], text["kept_counts"]
+    [older] = decode_trajectory(line).turns
+    assert older.top_ids is older.kept_ids is older.kept_counts is None
 
 
 def test_tool_calls_are_restored_and_older_records_have_none() -> None:

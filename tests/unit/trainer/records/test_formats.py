@@ -45,6 +45,8 @@ def episode(slot: int, reward: float) -> Trajectory:
     for turn in turns:
         turn.top_ids = np.arange(2 * len(turn.output_ids), dtype=np.int32)
         turn.top_logprobs = np.float16(-0.1) - turn.top_ids.astype(np.float16)
+        turn.kept_counts = np.arange(1, 1 + len(turn.output_ids), dtype=np.int32)
+        turn.kept_ids = 7 * np.arange(turn.kept_counts.sum(), dtype=np.int32)
     return Trajectory(
         f"s{slot}", "t", "math", "train", Outcome.COMPLETED, turns,
         group_id="g", slot=slot, reward=reward, messages=MESSAGES,
@@ -160,10 +162,13 @@ def test_atif_has_the_conversation_with_its_tokens(run_dir: Path, capsys: pytest
         assert metrics["extra"]["version_spans"] == [list(span) for span in turn.version_spans]
         assert turn.top_ids is not None
         assert_equal(metrics["extra"]["top_ids"], turn.top_ids.reshape(-1, 2))
+        assert turn.kept_ids is not None
+        assert_equal(metrics["extra"]["kept_ids"], turn.kept_ids)
+        assert sum(metrics["extra"]["kept_counts"]) == len(turn.kept_ids)
     assert documents[1]["extra"]["reward"] == 0.3
 
 
-def test_parquet_has_the_likeliest_ids(run_dir: Path) -> None:
+def test_parquet_has_the_likeliest_and_the_kept_ids(run_dir: Path) -> None:
     from pyarrow import parquet
 
     assert main(["export", str(run_dir), "--parquet"]) == 0
@@ -173,6 +178,10 @@ def test_parquet_has_the_likeliest_ids(run_dir: Path) -> None:
         assert row.sampler_listed is not None
         assert_equal(found["top_ids"], row.sampler_ids)
         assert_equal(found["top_logprobs"], row.sampler_listed)
+        assert row.kept_ids is not None
+        assert row.kept_counts is not None
+        assert_equal(found["kept_ids"], row.kept_ids)
+        assert_equal(found["kept_counts"], row.kept_counts)
 
 
 def test_the_installed_libraries_read_their_rows(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
