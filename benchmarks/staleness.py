@@ -12,8 +12,9 @@ also by several processes with different seeds.
     python benchmarks/staleness.py [--json] [--demo arithmetic|search] [--losses dapo dppo:divergence=kl]
                                    [--staleness 0 2 8] [--seeds 0 1 2] [--tokens 24000] [--out DIR]
 
-A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`. `--losses` without
-values lists the default ones.
+A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`, or `top_p`, with which
+batches are sampled; `replay=false` then leaves out the kept ids. `--losses` without values lists the default
+ones.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ BOUNDS = ("0", "1", "2", "4", "8", "none")
 DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_staleness)
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
 HELD_OUT = 200
-FIGURES = ("ess", "clip_fraction", "lag_kl")
+FIGURES = ("ess", "clip_fraction", "lag_kl", "entropy")
+SAMPLED = ("top_p", "replay")
 Weights = dict[str, torch.Tensor]
 
 
@@ -72,9 +74,17 @@ def settings_of(loss: str) -> TrainerSettings:
     }
     for option in options.split(",") if options else ():
         key, _, value = option.partition("=")
+        if key in SAMPLED:
+            continue
         place = settings if key in TrainerSettings.model_fields else settings["loss"]
         place[key] = json.loads(value) if value[:1].isdigit() or value in ("true", "false") else value
     return TrainerSettings(**settings)
+
+
+def sampling_of(loss: str) -> tuple[float, bool]:
+    """Returns top-p, and whether its kept ids are recorded."""
+    options = dict(option.split("=") for option in loss.partition(":")[2].split(",") if option)
+    return float(options.get("top_p", 1.0)), options.get("replay") != "false"
 
 
 def loss_name(text: str) -> str:
@@ -144,8 +154,9 @@ class Cell:
 class Sampler:
     """Runs the agent's loop over batches, without a gateway."""
 
-    def __init__(self, demo: str) -> None:
+    def __init__(self, demo: str, top_p: float = 1.0, replay: bool = True) -> None:
         self.demo = DEMOS[demo]()
+        self.top_p, self.replay = top_p, replay
         self.environment = self.demo.environment
         self.tokenizer = AutoTokenizer.from_pretrained(self.demo.base)
         self.model = AutoModelForCausalLM.from_pretrained(self.demo.base, dtype=torch.float32)
@@ -154,7 +165,7 @@ class Sampler:
         """A batch of groups on the training tasks of this step."""
         self.model.load_state_dict(weights)
         tasks = [self.environment.train_task(step * GROUPS + number) for number in range(GROUPS)]
-        found = self.episodes([task for task in tasks for _ in range(SIZE)], version)
+        found = self.episodes([task for task in tasks for _ in range(SIZE)], version, self.top_p)
         groups = []
         for number, task in enumerate(tasks):
             members = found[number * SIZE : (number + 1) * SIZE]
@@ -169,7 +180,7 @@ class Sampler:
         found = self.episodes(self.environment.eval_sets()[""][:HELD_OUT], 0)
         return float(np.mean([one.reward for one in found]))
 
-    def episodes(self, tasks: Sequence[Task], version: int) -> list[Trajectory]:
+    def episodes(self, tasks: Sequence[Task], version: int, top_p: float = 1.0) -> list[Trajectory]:
         """One episode per task, with the logprobs of the sampled tokens."""
         how = {"tools": list(self.demo.tools), "add_generation_prompt": True, "return_dict": False}
         prompts = [self.tokenizer.apply_chat_template(list(task.messages), **how) for task in tasks]
@@ -178,8 +189,12 @@ class Sampler:
         live = list(range(len(tasks)))
         for _ in range(self.demo.max_turns):
             still = []
-            for one, (ids, logprobs) in zip(live, self._replies([prompts[n] for n in live]), strict=True):
+            replies = self._replies([prompts[n] for n in live], top_p)
+            for one, (ids, logprobs, kept) in zip(live, replies, strict=True):
                 turns[one].append(_turn(len(turns[one]), asked[one], ids, logprobs, version))
+                if top_p < 1 and self.replay:
+                    turns[one][-1].kept_counts = kept.sum(1).astype(np.int32)
+                    turns[one][-1].kept_ids = kept.nonzero()[1].astype(np.int32)
                 texts[one] = self.tokenizer.decode([token for token in ids if token != self._end])
                 result = self.demo.result_of(texts[one]) if ids[-1] == self._end else None
                 if result is not None:
@@ -203,23 +218,26 @@ class Sampler:
         found.reward = float(self.environment.score(task, None, text, []).reward)
         return found
 
-    def _replies(self, prompts: Sequence[list[int]]) -> list[tuple[list[int], list[float]]]:
-        """A sampled reply to each prompt with its logprobs, including the end token."""
+    def _replies(
+        self, prompts: Sequence[list[int]], top_p: float
+    ) -> list[tuple[list[int], list[float], np.ndarray]]:
+        """A sampled reply to each prompt, with the end token, its logprobs and a mask of the kept ids."""
         longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
         ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
         mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
         with torch.inference_mode():
             out = self.model.generate(
                 ids_bt, attention_mask=mask_bt, max_new_tokens=self.demo.max_tokens, do_sample=True,
-                temperature=1.0, top_k=0, top_p=1.0, return_dict_in_generate=True, output_logits=True,
+                temperature=1.0, top_k=0, top_p=top_p, return_dict_in_generate=True, output_scores=True,
             )  # fmt: skip
         sampled_bt = out.sequences[:, longest:]
-        logprobs_bt = torch.log_softmax(torch.stack(out.logits, dim=1).float(), dim=-1)
-        logprobs_bt = logprobs_bt.gather(-1, sampled_bt[..., None])[..., 0]
+        scores_btv = torch.log_softmax(torch.stack(out.scores, dim=1).float(), dim=-1)
+        logprobs_bt = scores_btv.gather(-1, sampled_bt[..., None])[..., 0]
         found = []
-        for ids, logprobs in zip(sampled_bt.tolist(), logprobs_bt.tolist(), strict=True):
+        kept_btv = scores_btv.isfinite().numpy()
+        for ids, logprobs, kept in zip(sampled_bt.tolist(), logprobs_bt.tolist(), kept_btv, strict=True):
             length = ids.index(self._end) + 1 if self._end in ids else len(ids)
-            found.append((ids[:length], logprobs[:length]))
+            found.append((ids[:length], logprobs[:length], kept[:length]))
         return found
 
 
@@ -236,7 +254,7 @@ def measure(cell: Cell, tokens: int) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(cell.seed)
     settings = settings_of(cell.loss)
-    sampler, credit = Sampler(cell.demo), BaselineCredit(settings)
+    sampler, credit = Sampler(cell.demo, *sampling_of(cell.loss)), BaselineCredit(settings)
     policy = Policy.load(sampler.demo.base, settings, cell.seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0
     while trained < tokens:
@@ -355,9 +373,20 @@ def checks_of(
         for cell, found in cells.items()
         if cell.bound != "none"
     ]
+    errors: dict[bool, list[float]] = {}
+    for cell, found in cells.items():
+        errors.setdefault(sampling_of(cell.loss)[1], []).append(found["logprob_max_error"])
     checks = [
         Check("staleness_is_the_bound", max(map(abs, reached), default=0.0), "==", 0.0),
-        Check("logprob_max_error", max(one["logprob_max_error"] for one in cells.values()), "<=", 1e-3),
+        Check("logprob_max_error", max(errors.get(True, [0.0])), "<=", 1e-3),
+    ]
+    if False in errors:
+        checks.append(Check("logprob_error_without_replay", min(errors[False]), ">=", 0.02))
+    rewards = {(row["loss"], row["staleness"]): row["reward"] for row in rows}
+    checks += [
+        Check(f"{loss}_vs_{DEFAULT}_at_{bound}", reward / rewards[DEFAULT, bound], ">=", 0.93)
+        for (loss, bound), reward in rewards.items()
+        if sampling_of(loss)[0] < 1 and sampling_of(loss)[1] and (DEFAULT, bound) in rewards
     ]
     if (ratio := default_vs_best(rows)) is not None:
         checks.append(Check("default_vs_best_at_default_bound", ratio, ">=", 0.98))
