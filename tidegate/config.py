@@ -174,6 +174,11 @@ class Settings(SettingsSection):
 
     def _check_pause(self) -> None:
         """Raises ValueError if settings contradict `engine.pause = "in_place"`."""
+        if self.trainer.max_staleness == 0:
+            raise ValueError(
+                'engine.pause = "in_place" needs trainer.max_staleness of at least 1, not 0: with 0 no '
+                "request may run during a publish, so remove it"
+            )
         if self.gateway.url is not None:
             raise ValueError(
                 'engine.pause = "in_place" has no effect with gateway.url: the gateway there labels keys and '

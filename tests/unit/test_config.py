@@ -465,6 +465,7 @@ def test_weights_are_published_in_the_number_type_that_the_engines_are_given(
     ("more", "message"),
     [
         (["--engine.kind=vllm"], 'needs engine.kind = "sglang", not "vllm"'),
+        (["--trainer.on_policy=true"], "needs trainer.max_staleness of at least 1, not 0"),
         (["--gateway.url=http://host:8000"], "has no effect with gateway.url"),
         (
             ["--trainer.promotion.mode=evaluated", "--engine.count=2", "--eval.every=1"],

@@ -27,7 +27,8 @@ class TrainingSequence:
     logprobs: Logprobs
     """log μ, as recorded by the engine."""
     versions: npt.NDArray[np.int64]
-    """Policy version that sampled the token; −1 if unknown or context."""
+    """Policy version that sampled the token, or an older one of its turn's keys and values; −1 if unknown or
+    context."""
     temperature: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
     _: KW_ONLY
@@ -196,6 +197,8 @@ def _mark(row: TrainingSequence, turn: Turn, start: int, end: int, advantage: fl
     row.mask[start:end] = mask
     row.logprobs[start:end] = np.where(mask, turn.logprobs, 0.0)
     row.versions[start:end] = np.where(mask, turn.token_versions(), -1)
+    if turn.kv_version is not None:
+        row.versions[start:end] = np.minimum(row.versions[start:end], turn.kv_version)
     row.temperature[start:end] = np.where(mask, turn.temperature, 1.0)
     row.advantages[start:end] = np.where(mask, advantage, 0.0)
     if row.teacher is not None and turn.teacher_logprobs is not None:

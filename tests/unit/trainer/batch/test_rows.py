@@ -9,7 +9,7 @@ from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, tre
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.microbatch import microbatch
 from tidegate.trainer.batch.rows import check_listed, rows_of
-from tidegate.types import Trajectory
+from tidegate.types import Trajectory, VersionSpan
 
 
 def trainable_tokens(trajectory: Trajectory) -> dict[int, tuple[int, float]]:
@@ -94,6 +94,15 @@ def test_kept_ids_are_those_of_trained_tokens():
     (row,) = rows_of(make_trajectory(turns), 1.0)
     assert row.kept_ids.tolist() == [0, 1, 3, 4, 5]
     assert microbatch([replace(row, kept_ids=None, kept_counts=None)], [0], {}).kept_nm is None
+
+
+def test_a_token_is_as_old_as_the_keys_and_values_it_was_computed_from():
+    """Its recorded logprob is of neither version: no comparison with the trainer's own counts it."""
+    turn = make_turn(0, None, [1, 2], [3, 4, 5])
+    turn.version_spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 3))
+    for turn.kv_version, expected in ((None, [3, 4, 4]), (3, [3, 3, 3])):
+        (row,) = rows_of(make_trajectory([turn]), 1.0)
+        assert row.versions.tolist() == [-1, -1, *expected]
 
 
 def test_a_conversation_is_one_row():
