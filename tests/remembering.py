@@ -45,7 +45,16 @@ class Remembering:
     def cache(self) -> Remembering:
         return self
 
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
+    def serves(self, adapter: str) -> bool:
+        return not adapter
+
+    def prefill(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        adapters: Sequence[str] = (),
+    ) -> None:
         if any(self.refuses in sequence for sequence in sequences):
             raise RuntimeError("cannot compute this")
         self.prefills.append([len(sequence) for sequence in sequences])
@@ -61,6 +70,7 @@ class Remembering:
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
         top: int = 0,
+        adapters: Sequence[str] = (),
     ) -> list[PromptScores]:
         """A target's logprob is −target, or NaN; the likeliest ids at a target begin with it."""
         self.prefill(first, sequences, held)

@@ -157,6 +157,7 @@ class Settings(SettingsSection):
             )
         if self.engine.pause == "in_place":
             self._check_pause()
+        self._check_adapter()
         self._check_source()
         self._check_promotion()
         self._check_evaluation()
@@ -188,6 +189,21 @@ class Settings(SettingsSection):
             raise ValueError(
                 f'engine.pause = "in_place" contradicts trainer.promotion.mode = '
                 f'"{self.trainer.promotion.mode}", which takes versions back: remove one of the two'
+            )
+
+    def _check_adapter(self) -> None:
+        """Raises ValueError if engines or transport cannot take a LoRA adapter."""
+        if self.trainer.lora.publish != "adapter":
+            return
+        if self.engine.kind != "embedded":
+            raise ValueError(
+                'trainer.lora.publish = "adapter" needs engine.kind = "embedded", which labels each token '
+                f'with the version of the adapter, not "{self.engine.kind}"; use "merged"'
+            )
+        if self.trainer.publish_transport != "files":
+            raise ValueError(
+                'trainer.lora.publish = "adapter" needs trainer.publish_transport = "files": a broadcast '
+                "sends whole models; remove one of the two"
             )
 
     def _check_promotion(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.e2e.runs import held, training
+from tests.e2e.runs import held, metrics, training
 from tidegate.cli import main
 from tidegate.trainer.records.trajectories import read_lines, step_files
 
@@ -50,7 +50,9 @@ LORA = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [(), LORA], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "more", [(), LORA, (*LORA, "--trainer.lora.publish=adapter")], ids=["whole", "lora", "adapter"]
+)
 def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
 ) -> None:
@@ -59,6 +61,8 @@ def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
         assert run.wait() == 0, run.output()[-3000:]
     with training(run_dir, "--trainer.steps=4", "--resume", *more) as run:
         assert run.wait() == 0, run.output()[-3000:]
+    held(run_dir)
+    assert max(line["logprob_max_error"] or 0 for line in metrics(run_dir)[1:]) < 0.1, "one pass is bfloat16"
     assert main(["replay", str(run_dir), "--from", "2", "--json"]) == 0
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["step"], one["same_weights"]) for one in steps] == [(3, None), (4, True)]

@@ -18,6 +18,7 @@ from tidegate.trainer.processes.servers import gateway_arguments, judge_secrets
 from tidegate.types import Sampling
 
 MODEL = ["--model.path", "somewhere"]
+ADAPTER = [*MODEL, "--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter"]
 EVALUATED = [*MODEL, "--trainer.promotion.mode=evaluated", "--engine.count=2"]
 JUDGE = ["--env.judge.url=http://j:1/v1", "--env.judge.model=m", "--env.judge.rubric=be right"]
 CLIENT = [*MODEL, "--agent.source=client", "--gateway.keys=keys.json"]
@@ -184,6 +185,15 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             "trainer.loss.importance_cap = -1: ",
         ),
         ([*MODEL, "--trainer.lora.alpha", "8"], "alpha has no effect without LoRA: set trainer.lora.rank"),
+        ([*MODEL, "--trainer.lora.publish", "adapter"], "publish has no effect without LoRA"),
+        (
+            [*ADAPTER, "--trainer.publish_transport", "broadcast"],
+            'trainer.lora.publish = "adapter" needs trainer.publish_transport = "files"',
+        ),
+        (
+            [*ADAPTER, "--engine.kind", "sglang", "--engine.urls", "http://x:1"],
+            'trainer.lora.publish = "adapter" needs engine.kind = "embedded"',
+        ),
         (
             [
                 *MODEL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from tidegate.engine.scheduling.scheduler import PAUSE_MODES, Scheduler
 from tidegate.engine.weights.loading import CheckedWeights
 from tidegate.engine.weights.receiver import WeightsReceiver
 from tidegate.errors import EngineError
+from tidegate.weights.adapter_files import base_directory
 
 T = TypeVar("T")
 
@@ -55,7 +57,9 @@ class Engine:
 
     @classmethod
     def load(cls, options: EngineOptions) -> Engine:
-        return cls(options, load_model(options), TokenDecoder.load(options.model))
+        model = load_model(options)
+        options = replace(options, model=base_directory(options.model))
+        return cls(options, model, TokenDecoder.load(options.model))
 
     def start(self, on_failure: Callable[[], None] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -115,6 +119,7 @@ class Engine:
             "vocab_size": self.limits.vocab_size,
             "weight_version": self.scheduler.version,
             "staged": True,  # weights are read while requests run, and loaded between two steps
+            "adapters": True,  # LoRA adapters are loaded like weights, and applied unmerged
             "max_context": self.options.max_context,
             "max_slots": self.options.max_slots,
             "num_running": self.scheduler.num_running,

@@ -387,8 +387,12 @@ def disk_plan(settings: Settings, shape: Shape) -> list[Item]:
         beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
         size, how = FLOAT32 * (number + 3 * beside), f"({number:,} × 4 B + {beside:,} × 12 B)"
     published = BYTES[settings.engine.weights_dtype]
+    whole = "published and best", f"3 × {number:,} × {published} B", 3 * number * published
+    if trainer.lora.publish == "adapter":
+        size_of_best = FLOAT32 * number + 2 * beside * published
+        whole = "published and best", f"{number:,} × 4 B + 2 × {beside:,} × {published} B", size_of_best
     return [
-        Item(where, "disk", "published and best", f"3 × {number:,} × {published} B", 3 * number * published),
+        Item(where, "disk", *whole),
         Item(where, "disk", "checkpoints", f"{count} × {how}", count * size),
     ]
 

@@ -27,17 +27,20 @@ def _staleness(value: int | str) -> int | str:
 
 class LoRASettings(SettingsSection):
     rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the LoRA matrices, which are trained instead of the model and published merged. 0: no LoRA, the
-    whole model is trained."""
+    """Rank of the LoRA matrices, which are trained instead of the model. 0: no LoRA, the whole model is
+    trained."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """LoRA scale: the matrices' output is multiplied by this ÷ `rank`."""
     targets: list[str] = []
     """Linear layers with LoRA matrices, by the end of their names, such as q_proj. Empty: all but the
     head."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """What engines get. merged: a whole model, which any engine serves. adapter: the matrices alone, a few
+    percent of its bytes, which embedded engines apply beside the base model."""
 
     @model_validator(mode="after")
     def _consistent(self) -> LoRASettings:
-        if not self.rank and (idle := self.other_than_default("alpha", "targets")):
+        if not self.rank and (idle := self.other_than_default("alpha", "targets", "publish")):
             raise ValueError(f"{idle[0]} has no effect without LoRA: set trainer.lora.rank, or remove it")
         return self
 

@@ -291,9 +291,11 @@ class Training:
             )  # fmt: skip
             stack.callback(sender.close)
         # SGLang loads whole models only; a node without the run's files has no base.
-        deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place
+        adapters = settings.trainer.lora.publish == "adapter"
+        deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place and not adapters
         writer = VersionWriter(
-            directory=self.dir / "weights", save_weights=self.policy.save_weights,
+            directory=self.dir / "weights",
+            save_weights=self.policy.save_adapter if adapters else self.policy.save_weights,
             buckets=self.policy.weight_buckets,
             dtype=dtype, full_every=settings.trainer.publish_full_every if deltas else 1,
             note=self.observer.note,

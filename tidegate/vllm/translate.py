@@ -61,6 +61,10 @@ def _params(generation: Generation) -> dict[str, Any]:
 def refuse_unsupported(generation: Generation) -> None:
     """Raises RequestError that names a parameter with different semantics in vLLM."""
     params = generation.params
+    if generation.adapter:
+        raise RequestError(
+            f"lora_path = {generation.adapter!r}: vLLM is started without LoRA adapters; leave it out"
+        )
     if generation.stream and generation.logprob_start is not None:
         raise RequestError("logprob_start_len: vLLM streams no logprobs of the prompt; leave stream out")
     if params.n != 1:

@@ -22,7 +22,7 @@ from safetensors.numpy import save
 from tidegate.weights import delta
 from tidegate.weights.checksum import MODULUS, Bytes, of_tensor, tensors_of_file
 from tidegate.weights.checksum import write as write_checksum
-from tidegate.weights.files import WeightsError, weight_files
+from tidegate.weights.files import WeightsError, replacing, weight_files
 
 FILE = "weights.delta"
 """Safetensors file of encoded differences; its other suffix keeps loaders of whole models away."""
@@ -80,16 +80,8 @@ def write(
         "widths": json.dumps({name: item.width for name, item in news.items()}),
     }  # fmt: skip
     arrays = {name: np.frombuffer(blob, np.uint8) for name, blob in blobs.items()}
-    partial_ = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial_, ignore_errors=True)
-    partial_.mkdir(parents=True)
-    try:
+    with replacing(directory) as partial_:
         (partial_ / FILE).write_bytes(save(arrays, header))
-        shutil.rmtree(directory, ignore_errors=True)
-        partial_.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial_, ignore_errors=True)
-        raise
 
 
 def read_header(directory: Path) -> DeltaFile:

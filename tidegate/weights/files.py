@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 
@@ -11,16 +14,41 @@ from tidegate.errors import TidegateError
 
 INDEX_FILE = "model.safetensors.index.json"
 """Index of a model with several files."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Config of a LoRA adapter, which is beside its matrices alone."""
 
 
 class WeightsError(TidegateError):
     """Weights are missing or belong to another model; nothing was changed."""
 
 
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """Yield a directory beside `directory`, which it replaces when the block ends without an error."""
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if directory.exists():
+            shutil.rmtree(directory)
+        partial.rename(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds a LoRA adapter, or a directory with one for each of several names."""
+    return (directory / ADAPTER_CONFIG).is_file() or any(directory.glob(f"*/{ADAPTER_CONFIG}"))
+
+
 def weight_files(directory: Path) -> list[Path]:
     """Return the files in order of name. Raises WeightsError if there are none or one is missing."""
     if not directory.is_dir():
         raise WeightsError(f"{directory}: there is no such directory")
+    if is_adapter(directory):
+        raise WeightsError(f"{directory} holds a LoRA adapter, and not a whole model")
     index = directory / INDEX_FILE
     if not index.is_file():
         paths = sorted(directory.glob("*.safetensors"))

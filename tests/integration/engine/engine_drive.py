@@ -31,8 +31,13 @@ class Driver:
         )
         self.limits = TokenLimits(model.vocab_size, model.max_context, model.eos_ids, False)
 
-    def submit(self, prompt: Sequence[int], rid: str | None = None, **params: Any) -> Generation:
-        body = {"input_ids": list(prompt), "rid": rid, "sampling_params": params, "return_logprob": True}
+    def submit(
+        self, prompt: Sequence[int], rid: str | None = None, lora_path: str | None = None, **params: Any
+    ) -> Generation:
+        body = {
+            "input_ids": list(prompt), "rid": rid, "lora_path": lora_path,
+            "sampling_params": params, "return_logprob": True,
+        }  # fmt: skip
         generation = parse_generate(body, self.limits)
         self.scheduler.submit(generation)
         return generation

@@ -24,6 +24,7 @@ from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.checkpoint.huggingface import write_merged
 from tidegate.trainer.distributed.rank_main import RankInit
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.policy import Policy
@@ -170,9 +171,14 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
             next(lead.weight_buckets(10_000))  # and the rest is nobody's: the ranks stay in step
             sent.extend(lead.weight_buckets(10_000))
             lead.save_weights(tmp_path / "three")
+            if "lora" in more:
+                lead.save_adapter(tmp_path / "adapter")
 
         await asyncio.to_thread(go_on)
     three = parameters(tmp_path / "three")
+    if "lora" in more:
+        write_merged(tmp_path / "adapter", tmp_path / "merged")
+        assert apart(parameters(tmp_path / "merged"), three) <= 1e-6
     assert len(sent) > 2
     assert [name for bucket in sent for name in bucket] == list(three), "each once"
     assert all(torch.equal(one, three[name]) for bucket in sent for name, one in bucket.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import logging as hf_logging
 
 from tidegate.devices import find_device, free_memory
+from tidegate.engine.model.adapters import Adapters
 from tidegate.engine.model.kv_cache import VIEW_STEP, SlotCache, round_up
 from tidegate.engine.model.sampling import sample, upload
 from tidegate.engine.options import EngineOptions
@@ -28,9 +30,9 @@ from tidegate.engine.requests.request import Generation, PromptScores, TokenLogp
 from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.weights import loading
 from tidegate.errors import StartError
-from tidegate.weights import checksum
+from tidegate.weights import adapter_files, checksum
 from tidegate.weights.cache_argument import cache_argument
-from tidegate.weights.files import stored_parameters
+from tidegate.weights.files import WeightsError, is_adapter, stored_parameters
 from tidegate.weights.float_logits import use_float_logits
 from tidegate.weights.onednn import use_onednn
 
@@ -55,6 +57,10 @@ class Model:
         if self.device.type == "cuda":
             use_float_logits(hf_model)
         use_onednn(hf_model)
+        self.adapters = Adapters()
+        self.base: Path | None = None
+        """Directory of the live weights, without adapters; None if they are of no directory."""
+        self._base_checksum: tuple[Path, int] | None = None
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
@@ -65,12 +71,19 @@ class Model:
         self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
         self._masked = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=self.device)
 
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None:
+    def prefill(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        adapters: Sequence[str] = (),
+    ) -> None:
         """Caches the keys and values of sequences in rows first..; each has at least one token.
 
-        `held` are the numbers of tokens that the rows already hold.
+        `held` are the numbers of tokens that the rows already hold, `adapters` the names of the rows' LoRA
+        adapters; by default they have none.
         """
-        self._prefill(first, sequences, held, 1)
+        self._prefill(first, sequences, held, 1, adapters)
 
     @torch.inference_mode()
     def score(
@@ -80,6 +93,7 @@ class Model:
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
         top: int = 0,
+        adapters: Sequence[str] = (),
     ) -> list[PromptScores]:
         """Does what `prefill` does, and returns the logprobs of each row's targets, at temperature 1.
 
@@ -88,7 +102,7 @@ class Model:
         """
         length = max(map(len, sequences))
         begins = [len(ids) - len(wanted) for ids, wanted in zip(sequences, targets, strict=True)]
-        logits = self._prefill(first, sequences, held, length - min(begins))
+        logits = self._prefill(first, sequences, held, length - min(begins), adapters)
         dropped = length - logits.shape[1]
         scores = []
         for row, (begin, wanted) in enumerate(zip(begins, targets, strict=True)):
@@ -101,13 +115,19 @@ class Model:
 
     @torch.inference_mode()
     def _prefill(
-        self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int], keep: int
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        keep: int,
+        adapters: Sequence[str],
     ) -> Tensor:
         """Returns the logits of at least the last `keep` columns, [rows, columns, vocab].
 
         Sequences are padded on the right: the earlier positions of a causal model never attend to padding,
         and later steps overwrite it.
         """
+        self.adapters.select(adapters or [""] * len(sequences), self.device)
         length = max(map(len, sequences))
         ids = np.zeros((len(sequences), length), np.int64)
         for row, sequence in enumerate(sequences):
@@ -135,6 +155,7 @@ class Model:
     def logits(self, slots: Slots) -> Tensor:
         """Caches the rows' input tokens; returns the logits of the next tokens, [rows, vocab]."""
         n = slots.count
+        self.adapters.select([owner.adapter for owner in slots.owners], self.device)
         positions = upload(slots.lengths[:n, None], self.device)
         length = round_up(int(slots.lengths[:n].max()) + 1, VIEW_STEP)
         self.cache.extend(0, positions, length)
@@ -163,13 +184,42 @@ class Model:
         return logits
 
     def read_weights(self, directory: Path) -> loading.CheckedWeights:
-        return loading.read_weights(self.hf_model, directory)
+        """Reads a version. Of adapters, the base model is read, too, unless it is live.
+
+        Raises WeightsError.
+        """
+        if not is_adapter(directory):
+            return loading.read_weights(self.hf_model, directory)
+        headers = adapter_files.read_headers(directory)
+        adapters = {name: loading.read_adapter(self.hf_model, header) for name, header in headers.items()}
+        header = next(iter(headers.values()))
+        if self._has_base(header):
+            return loading.CheckedWeights([], adapters)
+        header.check_base()
+        return replace(loading.read_weights(self.hf_model, header.base), adapters=adapters)
+
+    def _has_base(self, header: adapter_files.AdapterHeader) -> bool:
+        if self.base is None or header.base_checksum is None:
+            return self.base == header.base
+        if self._base_checksum is None or self._base_checksum[0] != self.base:
+            try:
+                self._base_checksum = self.base, checksum.of_files(self.base)
+            except (OSError, ValueError):  # the trainer removed the files
+                return False
+        return self._base_checksum[1] == header.base_checksum
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> loading.CheckedWeights:
         return loading.check_weights(self.hf_model, ((loading.RECEIVED, *item) for item in tensors.items()))
 
+    def serves(self, adapter: str) -> bool:
+        """Whether requests may name this LoRA adapter; without a name they get the only one, if any."""
+        return not adapter or adapter in self.adapters
+
     def copy_weights(self, weights: loading.CheckedWeights) -> None:
         loading.copy_weights(weights)
+        self.adapters.replace(weights.adapters)
+        if weights.pairs:
+            self.base = weights.directory
 
 
 def load_model(options: EngineOptions) -> Model:
@@ -179,6 +229,13 @@ def load_model(options: EngineOptions) -> Model:
     """
     if not options.model.is_dir():
         raise StartError(f"the model directory {options.model} does not exist")
+    if is_adapter(options.model):
+        try:
+            model = load_model(replace(options, model=adapter_files.base_directory(options.model)))
+            model.copy_weights(model.read_weights(options.model))
+            return model
+        except WeightsError as error:
+            raise StartError(str(error)) from error
     if not (options.model / "config.json").is_file():
         raise StartError(f"{options.model} has no config.json: it is not a Hugging Face model directory")
     torch.set_num_threads(options.threads)
@@ -190,6 +247,7 @@ def load_model(options: EngineOptions) -> Model:
         raise StartError(damage)
     hf_model.requires_grad_(False).eval().to(device)
     model = Model(hf_model, options.max_slots, options.max_context)
+    model.base = options.model
     check_cached_logits(model, options.model)
     return model
 

@@ -18,7 +18,7 @@ BLOCK = 16
 """Tokens per block of a sequence, which prefixes are matched by."""
 UNSET_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("text", "image_data", "audio_data", "video_data", "input_embeds"), (None,)),
-    **dict.fromkeys(("lora_path", "token_ids_logprob", "session_params", "custom_logit_processor"), (None,)),
+    **dict.fromkeys(("token_ids_logprob", "session_params", "custom_logit_processor"), (None,)),
     **dict.fromkeys(("return_text_in_logprobs", "return_hidden_states"), (None, False)),
     # Fields that SGLang's router adds.
     **dict.fromkeys(("background", "return_bytes", "return_entropy"), (None, False)),
@@ -43,25 +43,28 @@ class PromptScores:
 
 
 class BlockHashes:
-    """Block hashes of a sequence that only grows; computed once."""
+    """Block hashes of a sequence that only grows; computed once. Those of different adapters are disjoint."""
 
-    __slots__ = ("hashes",)
+    __slots__ = ("_adapter", "hashes")
 
-    def __init__(self) -> None:
+    def __init__(self, adapter: str = "") -> None:
         self.hashes: list[int] = []
+        self._adapter = int.from_bytes(adapter.encode()) << 64  # above all bits of a hash
 
     def for_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Returns a hash for each whole block of `tokens`, over all tokens up to the end of the block."""
         hashes = self.hashes
         for start in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
-            hashes.append(hash((hashes[-1] if hashes else 0, *tokens[start : start + BLOCK])))
+            parts = (hashes[-1] if hashes else 0, *tokens[start : start + BLOCK])
+            hashes.append(self._adapter + hash(parts))
         return hashes[: len(tokens) // BLOCK]
 
     def with_rest(self, tokens: Sequence[int]) -> list[int]:
         """Returns `for_tokens`, and one more hash if tokens are left after the last whole block."""
         hashes = self.for_tokens(tokens)
         rest = tokens[len(hashes) * BLOCK :]
-        return [*hashes, hash((hashes[-1] if hashes else 0, len(rest), *rest))] if rest else hashes
+        parts = (hashes[-1] if hashes else 0, len(rest), *rest)
+        return [*hashes, self._adapter + hash(parts)] if rest else hashes
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +110,8 @@ class Generation:
     """Prompt tokens found in the prefix cache when the request first got a row."""
     grammar: Grammar | None = None
     """The compiled grammar of the reply, if it has one."""
+    adapter: str = ""
+    """Name of its LoRA adapter among those of the live version; empty: it has none, or the only one."""
     block_hashes: BlockHashes = field(default_factory=BlockHashes)
     finish_reason: dict[str, Any] | None = None
     error: str | None = None
@@ -166,6 +171,9 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         rid = uuid.uuid4().hex
     elif not isinstance(rid, str) or not rid:
         raise RequestError(f"rid = {rid!r}: it must be a non-empty string; give one or leave it out")
+    adapter = fields.pop("lora_path", None) or ""
+    if not isinstance(adapter, str):
+        raise RequestError(f"lora_path = {adapter!r}: it must be the name of a LoRA adapter, or null")
     stream = boolean(fields, "stream", False, "")
     return_logprob = boolean(fields, "return_logprob", False, "")
     start = _logprob_start(fields, len(prompt_ids), return_logprob)
@@ -193,6 +201,8 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         logprob_start=start,
         top_logprobs=top,
         sampling_mask=sampling_mask,
+        adapter=adapter,
+        block_hashes=BlockHashes(adapter),
     )
 
 
@@ -260,6 +270,8 @@ def samples_of(request: Generation) -> list[Generation]:
             top_logprobs=request.top_logprobs,
             sampling_mask=request.sampling_mask,
             grammar=request.grammar.copy() if request.grammar is not None else None,
+            adapter=request.adapter,
+            block_hashes=BlockHashes(request.adapter),
         )
         for i in range(params.n)
     ]

@@ -41,7 +41,13 @@ class Decoder(Protocol):
     def max_scored_tokens(self) -> int:
         """Maximum padded tokens of a `score` pass."""
 
-    def prefill(self, first: int, sequences: Sequence[Sequence[int]], held: Sequence[int]) -> None: ...
+    def prefill(
+        self,
+        first: int,
+        sequences: Sequence[Sequence[int]],
+        held: Sequence[int],
+        adapters: Sequence[str] = (),
+    ) -> None: ...
     def score(
         self,
         first: int,
@@ -49,8 +55,10 @@ class Decoder(Protocol):
         held: Sequence[int],
         targets: Sequence[Sequence[int]],
         top: int = 0,
+        adapters: Sequence[str] = (),
     ) -> list[PromptScores]: ...
     def decode(self, slots: Slots) -> tuple[np.ndarray, np.ndarray]: ...
+    def serves(self, adapter: str) -> bool: ...
     def copy_weights(self, weights: Any) -> None: ...
 
 
@@ -168,11 +176,12 @@ class RunningBatch:
         # An empty chunk is replaced by one token, which the next step overwrites.
         sequences, held = [ids or [0] for ids in chunks], [partial.done for partial in partials]
         targets = [_targets(*pair) for pair in zip(partials, chunks, strict=True)]
+        adapters = [partial.generation.adapter for partial in partials]
         if not any(targets):
-            self.model.prefill(first, sequences, held)
+            self.model.prefill(first, sequences, held, adapters)
             return
         top = partials[0].generation.top_logprobs  # the same in all requests of a pass
-        scores = self.model.score(first, sequences, held, targets, top)
+        scores = self.model.score(first, sequences, held, targets, top, adapters)
         for partial, values in zip(partials, scores, strict=True):
             partial.generation.prompt_logprobs += values.logprobs
             partial.generation.prompt_top += values.top

@@ -184,6 +184,8 @@ class Scheduler:
             generation.kv_version = generation.kv_version or self.version
         if version is not None:
             self.relabel(version)
+        serves = self._rows.model.serves
+        self._abort([live for live in self._live.values() if not serves(live.adapter)])
         return in_flight
 
     def relabel(self, version: str) -> None:
@@ -230,6 +232,13 @@ class Scheduler:
             self._notices.append(generation)
             generation.refused = True
             generation.error = f"rid {generation.rid!r} is in use"
+            return
+        if not self._rows.model.serves(generation.adapter):
+            self._notices.append(generation)
+            generation.refused = True
+            generation.error = (
+                f"lora_path = {generation.adapter!r}: version {self.version} has no such adapter"
+            )
             return
         self.counters.requests += 1
         self._live[generation.rid] = generation

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +16,12 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from tidegate.weights import checksum, delta_files
+from tidegate.weights.adapter_files import DOWN, PREFIX, UP, AdapterHeader
 from tidegate.weights.files import WeightsError, weight_files
 from tidegate.weights.process_group import bytes_of
 
+Matrices: TypeAlias = "dict[torch.nn.Linear, tuple[Tensor, Tensor]]"
+"""For each layer with a LoRA adapter, Aᵀ [inputs, rank] and (α ÷ r) · Bᵀ [rank, outputs]."""
 RECEIVED = "the received weights"
 """Name of weights without files in error messages."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -26,9 +29,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class CheckedWeights:
-    """Pairs (live tensor, new values) that cover the whole model."""
+    """Pairs (live tensor, new values) that cover the whole model, or none, and all LoRA adapters by name."""
 
     pairs: list[tuple[Tensor, Tensor]]
+    adapters: dict[str, Matrices] = field(default_factory=dict)
+    directory: Path | None = None
+    """Directory of the whole model; None without one."""
 
 
 def converts_weights(hf_model: Any) -> bool:
@@ -54,7 +60,38 @@ def read_weights(hf_model: Any, directory: Path) -> CheckedWeights:
     fault = checksum.find_damage(directory)
     if fault is not None:
         raise WeightsError(fault)
-    return weights
+    return replace(weights, directory=directory)
+
+
+def read_adapter(hf_model: Any, header: AdapterHeader) -> Matrices:
+    """Reads the matrices of a LoRA adapter, in the type of the layers that they belong to.
+
+    Raises WeightsError, which names the file and the layer.
+    """
+    layers = {name: one for name, one in hf_model.named_modules() if isinstance(one, torch.nn.Linear)}
+    with ExitStack() as stack:
+        tensors = dict(_tensors(header.file, stack))
+    matrices: Matrices = {}
+    for key, down in tensors.items():
+        name = key.removeprefix(PREFIX).removesuffix(DOWN)
+        if key.endswith(UP) and key.removesuffix(UP) + DOWN in tensors:
+            continue
+        up = tensors.get(key.removesuffix(DOWN) + UP)
+        if name not in layers or up is None:
+            raise WeightsError(
+                f"{header.file}: {key!r} is not a matrix of a pair of one of the model's layers"
+            )
+        layer = layers[name]
+        if (down.shape[1:], up.shape) != ((layer.in_features,), (layer.out_features, down.shape[0])):
+            raise WeightsError(
+                f"{header.file}: {name!r} has the matrices {list(down.shape)} and {list(up.shape)}, expected "
+                f"[rank, {layer.in_features}] and [{layer.out_features}, rank]"
+            )
+        pair = down.t().to(layer.weight), (header.scale * up.t().float()).to(layer.weight)
+        if not all(bool(one.isfinite().all()) for one in pair):  # 0 · NaN would spoil rows of other adapters
+            raise WeightsError(f"{header.file}: the matrices of {name!r} have values that are not finite")
+        matrices[layer] = pair
+    return matrices
 
 
 def check_weights(

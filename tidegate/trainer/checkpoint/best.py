@@ -17,6 +17,7 @@ from tidegate import failpoints
 from tidegate.errors import CheckpointError
 from tidegate.trainer.checkpoint.checkpoint import MARKER, TRAINER_STATE, sync_tree
 from tidegate.weights import delta_files
+from tidegate.weights.files import is_adapter
 
 LINK = "best"
 RECORD = "best.json"
@@ -57,6 +58,10 @@ class BestCheckpoint:
                 ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD)
                 if delta_files.is_delta(weights):
                     delta_files.materialise(weights, place)
+                elif is_adapter(weights):
+                    from tidegate.trainer.checkpoint.huggingface import write_merged  # imports torch
+
+                    write_merged(weights, place)
                 else:
                     shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
                 place.chmod(0o700)  # the base model's directory may be open to all

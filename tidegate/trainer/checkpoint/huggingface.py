@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from errno import EIO
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
 from tidegate.errors import StartError
 from tidegate.trainer.checkpoint.checkpoint import sync_tree
-from tidegate.weights import checksum
+from tidegate.weights import adapter_files, checksum
+from tidegate.weights.files import replacing
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -75,10 +76,7 @@ def write_model(
 
     `durable` also syncs the files to disk. Raises OSError.
     """
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replacing(directory) as partial:
         _write_tensors(partial, model, values)
         _write_dtype(partial / "config.json", values)
         checksum.write(partial)
@@ -87,12 +85,24 @@ def write_model(
             (partial / name).write_bytes(content)
         if durable:
             sync_tree(partial)
-        if directory.exists():
-            shutil.rmtree(directory)
-        partial.rename(directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+
+
+@torch.no_grad()
+def write_merged(adapter: Path, directory: Path) -> None:
+    """Write the model that a published LoRA adapter and its base are, in float32.
+
+    Raises WeightsError, OSError, StartError.
+    """
+    header = adapter_files.read_header(adapter)
+    header.check_base()
+    model = read_model(header.base)
+    matrices = {name: value.float() for name, value in load_file(header.file).items()}
+    for name in matrices:
+        layer = name.removesuffix(adapter_files.DOWN)
+        if layer != name:
+            weight = model.get_parameter(f"{layer.removeprefix(adapter_files.PREFIX)}.weight")
+            weight += header.scale * (matrices[layer + adapter_files.UP] @ matrices[name])
+    write_model(directory, model, model.state_dict(), tokenizer_files(header.base), durable=False)
 
 
 def cast(values: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:

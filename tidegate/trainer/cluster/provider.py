@@ -47,6 +47,11 @@ class RayProcesses:
         self._all: list[RemoteProcess] = []
 
     def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
+        if settings.trainer.lora.publish == "adapter":
+            raise StartError(
+                'trainer.lora.publish = "adapter" is not supported on a cluster, whose nodes may lack the '
+                'base model: set it to "merged"'
+            )
         key = servers.own_engine_key(settings)
         for index, name in enumerate(servers.engine_names(settings)):
             build = partial(servers.engine_server, settings, name, index, key)

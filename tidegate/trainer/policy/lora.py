@@ -1,21 +1,27 @@
 """LoRA by `peft`: trains low-rank matrices beside a model's frozen linear layers.
 
-Written and published weights are merged, W + (α ÷ r) · B · A under the base model's names (Hu et al., LoRA:
-Low-Rank Adaptation of Large Language Models, 2021).
+Written weights are merged, W + (α ÷ r) · B · A under the base model's names (Hu et al., LoRA: Low-Rank
+Adaptation of Large Language Models, 2021). Published ones are too, unless `trainer.lora.publish` = "adapter":
+then A and B are written in peft's format.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from tidegate.config import LoRASettings
 from tidegate.errors import StartError
 from tidegate.program import advise_extra
+from tidegate.weights import adapter_files, checksum
+from tidegate.weights.files import replacing
 
 BASE, DOWN, UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 """peft's names for the wrapped layer and for the matrices A (down to the rank) and B (up again)."""
@@ -27,6 +33,8 @@ class Adapter:
 
     scaling: float
     """α ÷ r."""
+    config: Any
+    """peft's config."""
 
     @classmethod
     def inject(cls, model: Any, settings: LoRASettings) -> Adapter:
@@ -51,11 +59,27 @@ class Adapter:
         except ValueError as error:
             raise StartError(f"trainer.lora.targets: {error}") from error
         _check_mergeable(model)
-        return cls(settings.alpha / settings.rank)
+        return cls(settings.alpha / settings.rank, config)
 
     def parameters(self, model: Any) -> dict[str, Tensor]:
         """Return the trainable parameters by name."""
         return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def write(self, directory: Path, values: Mapping[str, Tensor], base: Path) -> None:
+        """Write the matrices in peft's format, with a checksum of them and of the base model's files.
+
+        Replaces `directory` when it is complete. Raises OSError.
+        """
+        tensors = {
+            adapter_files.PREFIX + name.replace(".default.weight", ".weight"): value.cpu().contiguous()
+            for name, value in values.items()
+        }
+        metadata = {"format": "pt", adapter_files.BASE_CHECKSUM: str(_checksum_of(base))}
+        self.config.base_model_name_or_path, self.config.task_type = str(base), "CAUSAL_LM"
+        with replacing(directory) as partial:
+            self.config.save_pretrained(partial)
+            (partial / adapter_files.FILE).write_bytes(save(tensors, metadata))
+            checksum.write(partial)
 
     @torch.no_grad()
     def merged(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,6 +98,11 @@ class Adapter:
                 tensor = tensor + self.scaling * (values[layer + UP].cpu() @ values[layer + DOWN].cpu())
             result[f"{layer}.{part}" if wrapped else name] = tensor
         return result
+
+
+@cache
+def _checksum_of(base: Path) -> int:
+    return checksum.of_files(base)
 
 
 def is_adapter(name: str) -> bool:

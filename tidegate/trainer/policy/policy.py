@@ -106,6 +106,7 @@ class Policy:
         self.non_finite: list[str] = []
         self.untrained: list[str] = []
         self._pending: _PendingBatch | None = None
+        self._base = base.absolute()
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
         self._adapter = Adapter.inject(model, settings.lora) if settings.lora.rank else None
@@ -255,6 +256,15 @@ class Policy:
         values = self._base_tensors(self.model.state_dict(keep_vars=True))
         if self.ranks.rank == 0:
             write_model(directory, self.model, cast(values, dtype), self._tokenizer, durable=durable)
+        return directory
+
+    @collective
+    def save_adapter(self, directory: Path, *, dtype: str = "float32") -> Path:
+        """Write the LoRA matrices in peft's format (`trainer.lora.publish`); raises OSError."""
+        assert self._adapter is not None
+        values = self.ranks.gather(self._adapter.parameters(self.model))
+        if self.ranks.rank == 0:
+            self._adapter.write(directory, cast(values, dtype), self._base)
         return directory
 
     def weights(self) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
 from tidegate.settings.servers import DEFAULT_KEPT
+from tidegate.weights.files import is_adapter
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
@@ -151,6 +152,11 @@ class EngineControl:
         size = await asyncio.to_thread(_total_bytes, weights)
         try:
             info = await self.call("/model_info")
+            if is_adapter(weights) and not info.get("adapters"):
+                raise EngineError(
+                    f"engine {self.url} loads no LoRA adapters and labels them by version: use `tidegate "
+                    'engine`, or set trainer.lora.publish = "merged"'
+                )
             if not info.get("staged"):
                 await self.pause()
             body = {
