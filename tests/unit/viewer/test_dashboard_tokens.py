@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import given, settings
@@ -16,8 +18,8 @@ from tidegate.sequences import path_to
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.records.trajectories import encode_trajectory
 from tidegate.types import Trajectory
-from tidegate.viewer.dashboard.episode import EpisodeTree, reasons, tokens, versions
-from tidegate.viewer.dashboard.tokens import Texts, in_pieces, load
+from tidegate.viewer.dashboard.episode import EpisodeTree, likeliest, reasons, tokens, versions
+from tidegate.viewer.dashboard.tokens import Pieces, Texts, in_pieces, load
 
 
 def as_read(trajectory: Trajectory) -> dict[str, Any]:
@@ -134,6 +136,31 @@ def test_tokens_come_in_pages_that_fit_together(model: Path) -> None:
         assert [one for page in pages for one in page[name]] == whole[name]
     assert "".join(whole["texts"]).endswith("one 🙂 two 水 three")
     assert all(page["total"] == len(ids) for page in pages)
+
+
+def test_the_likeliest_ids_of_the_engine_are_shown_with_their_texts(model: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids, others = tokenizer.encode("one two").ids, tokenizer.encode("xyz").ids
+    turn = make_turn(0, None, [5], ids)
+    top = np.array([[token, *others[:1], *range(6)] for token in ids], dtype=np.int32)
+    turn.top_ids, turn.top_logprobs = top.reshape(-1), np.linspace(0, -9, top.size).astype(np.float16)
+    tree, texts = EpisodeTree(as_read(make_trajectory([turn]))), Texts(model.parent / "nowhere", str(model))
+    whole = tokens(tree, 0, "sampled", texts, 0, 1000)
+    assert [len(row) for row in whole["likeliest"]] == [5] * len(ids)
+    assert [row[0][0] for row in whole["likeliest"]] == whole["texts"]
+    assert {row[1][0] for row in whole["likeliest"]} == {"x"}
+    assert [row[1][1] for row in whole["likeliest"]] == turn.top_logprobs[1::8].tolist()
+    assert tokens(tree, 0, "sampled", texts, 2, 3)["likeliest"] == whole["likeliest"][2:5]
+    bare = tokens(tree, 0, "sampled", Texts(model.parent / "nowhere", None), 0, 1)
+    assert bare["likeliest"][0][0][0] == str(ids[0])
+    told = [(row[0], [5, *ids][place : place + 1]) for place, row in enumerate(top.tolist())]
+    echo = SimpleNamespace(pieces=lambda ids, before: Pieces([str((ids[0], before))], [], []))
+    assert [row[0][0] for row in likeliest(tree.turn(0), 2, 5, echo) or []] == [str(one) for one in told[2:5]]
+    for damaged in ({}, {"top_ids": "?", "top_logprobs": "AAAA"}, {"top_ids": 1, "top_logprobs": None}):
+        record = {"turns": [{"index": 0, "parent": None, "output_ids": ids, **damaged}]}
+        assert tokens(EpisodeTree(record), 0, "sampled", texts, 0, 9)["likeliest"] is None
 
 
 def test_special_tokens_are_marked(model: Path) -> None:

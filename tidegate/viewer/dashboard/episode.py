@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from tidegate.sequences import TurnSequence, path_to, training_sequences
 from tidegate.types import fields_of
@@ -17,6 +20,8 @@ from tidegate.viewer.transcripts import tool_lines
 Part = Literal["given", "sampled"]
 Record = Mapping[str, Any]
 
+LIKELIEST = 5
+"""Most ids that are shown as the engine's likeliest ones in place of a token."""
 CONTEXT = 8
 """Number of preceding ids that are decoded together with a range of tokens."""
 
@@ -97,7 +102,38 @@ def tokens(tree: EpisodeTree, index: int, part: Part, texts: Texts, start: int, 
     if part == "sampled":
         columns["logprobs"] = [known(value) for value in as_list(turn.get("logprobs"))[start:end]]
         columns["versions"] = versions(turn, start, end)
+        columns["likeliest"] = likeliest(turn, start, end, texts)
     return columns
+
+
+def likeliest(turn: Record, start: int, end: int, texts: Texts) -> list[list[tuple[str, float]]] | None:
+    """Returns text and logprob of the engine's likeliest ids in place of each sampled token `start..end`.
+
+    None if they were not recorded, or zstandard is not installed. Without a tokenizer the text is the id.
+    """
+    try:
+        import zstandard
+    except ImportError:
+        return None
+    sampled = ids(turn, "sampled")
+    try:
+        packed = [zstandard.decompress(base64.b64decode(turn[name])) for name in ("top_ids", "top_logprobs")]
+        top, logprobs = (
+            np.frombuffer(data, kind).reshape(len(sampled), -1)[start:end, :LIKELIEST].tolist()
+            for data, kind in zip(packed, ("<i4", "<f2"), strict=True)
+        )
+    except (KeyError, TypeError, ValueError, zstandard.ZstdError):
+        return None
+    before = [ids(turn, "given")[-1:], *([token] for token in sampled)]
+
+    def text(token: int, place: int) -> str:
+        pieces = texts.pieces([token], before[place])
+        return str(token) if pieces is None else pieces.texts[0]
+
+    return [
+        [(text(token, place), value) for token, value in zip(*pair, strict=True)]
+        for place, pair in enumerate(zip(top, logprobs, strict=True), start)
+    ]
 
 
 def _before(tree: EpisodeTree, turn: Record, part: Part, start: int) -> list[int]:

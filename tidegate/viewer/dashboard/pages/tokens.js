@@ -58,7 +58,7 @@ function rest(element, start, left) {
   return h("button", { type: "button", class: "more inline", onclick: ({ target }) => pressed(target, async () => {
     const next = await ask("tokens", { ...address, turn, part, start });
     const { columns } = flows.get(element);
-    for (const name of ["ids", "texts", "logprobs", "versions"]) if (columns[name]) columns[name] = columns[name].concat(next[name]);
+    for (const name of ["ids", "texts", "logprobs", "versions", "likeliest"]) if (columns[name]) columns[name] = columns[name].concat(next[name]);
     target.remove();
     fill(element, next);
     paint(element, element.closest("[data-by]")?.dataset.by ?? "logprob");
@@ -77,6 +77,7 @@ export function about(token) {
     at, word, logprob, sampled, turn: facts.turn, part: facts.part, total: columns.total,
     id: columns.ids[at],
     text: columns.texts ? columns.texts[at] : null,
+    likeliest: sampled ? (columns.likeliest?.[at] ?? null) : null,
     version: sampled ? (columns.versions?.[at] ?? null) : null,
     advantage: sampled ? facts.advantage : null,
     trained: word === "trained",
@@ -141,6 +142,7 @@ export function rows(one) {
     told === null ? null : ["text", told === '""' ? "a part of a character, completed further on" : told],
     one.sampled ? ["logprob", one.logprob === null ? "not recorded" : number(one.logprob, 4)] : null,
     one.logprob === null ? null : ["probability", percent(Math.exp(one.logprob), one.logprob < -4 ? 3 : 1)],
+    one.likeliest === null ? null : ["likeliest", one.likeliest.map(([text, logprob]) => `${JSON.stringify(text)} ${percent(Math.exp(logprob), logprob < -4 ? 3 : 1)}`).join(", ")],
     one.sampled ? ["version", one.version === null ? "unknown: no engine attested one" : String(one.version)] : null,
     one.sampled && one.advantage !== null ? ["advantage", `${signed(one.advantage, 3)}${one.advantage === 0 ? ": no gradient" : ""}`] : null,
     [one.trained ? "trained" : "why not", REASONS[one.word]?.[1] ?? one.word],
