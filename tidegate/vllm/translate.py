@@ -67,6 +67,11 @@ def refuse_unsupported(generation: Generation) -> None:
         )
     if generation.stream and generation.logprob_start is not None:
         raise RequestError("logprob_start_len: vLLM streams no logprobs of the prompt; leave stream out")
+    if generation.experts_start is not None:
+        raise RequestError(
+            "return_routed_experts = true: tidegate vllm returns no experts of tokens, whose form differs "
+            "among vLLM's versions; use the embedded engine or SGLang for trainer.routing_replay"
+        )
     if params.n != 1:
         raise RequestError(f"{PARAMS}n = {params.n}: send one request per reply, so that each can be aborted")
     if params.repetition_penalty != 1:

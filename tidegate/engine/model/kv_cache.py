@@ -1,7 +1,8 @@
 """Slot key-value cache: one row per request, passed to an unmodified model.
 
 Each layer holds keys and values [rows, kv_heads, length, head_dim], which grow as needed. A sequence starts
-at the left end of its row, so position p of a sequence is index p of the row.
+at the left end of its row, so position p of a sequence is index p of the row. Of a mixture-of-experts model,
+the experts of each token are cached beside them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -115,6 +118,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     def __init__(self, layers: int, max_rows: int, device: torch.device) -> None:
         self.place = CachePlace()
         super().__init__(layers=[SlotLayer(self.place, max_rows) for _ in range(layers)])
+        self._experts = SlotLayer(self.place, max_rows)
+        """Its keys are the experts' ids, int16 [rows, 1, length, layers · k], 0 in dense layers."""
         self._row_numbers = torch.arange(max_rows, device=device)
 
     def begin(self, first: int, count: int, length: int) -> None:
@@ -136,19 +141,45 @@ class SlotCache(Cache):  # type: ignore[misc]
         else:
             place.rows, place.positions = rows[:, None], positions
 
+    @property
+    def _stored(self) -> list[SlotLayer]:
+        """What is stored for each token."""
+        return [*self.layers, *([self._experts] if self._experts.is_initialized else [])]
+
+    def write_experts(self, layer: int, ids: Tensor) -> None:
+        """Writes the experts [rows · tokens, k] that a layer chose in the current pass."""
+        place, experts, k = self.place, self._experts, ids.shape[-1]
+        if not experts.is_initialized:
+            shape = ids.new_zeros((1, 1, 1, len(self.layers) * k), dtype=torch.int16)
+            experts.lazy_initialization(shape, shape[..., :0])
+        experts.reserve(place.end, place.length)
+        own = slice(layer * k, (layer + 1) * k)
+        if place.positions is None:
+            shown = ids.view(place.end - place.first, place.length, k)
+            experts.keys[place.first : place.end, 0, : place.length, own] = shown.short()
+        else:
+            shown = ids.view(*place.positions.shape, k)
+            experts.keys[place.rows, 0, place.positions, own] = shown.short()
+
+    def experts(self, row: int, start: int, end: int) -> npt.NDArray[np.int32]:
+        """Returns the experts of the tokens `start..end` of a row, [tokens, layers · k]."""
+        found: npt.NDArray[np.int32] = self._experts.keys[row, 0, start:end].int().cpu().numpy()
+        return found
+
     @torch.inference_mode()
     def snapshot(self, row: int, length: int) -> RowSnapshot:
         return RowSnapshot(
             [
                 (layer.keys[row, :, :length].clone(), layer.values[row, :, :length].clone())
-                for layer in self.layers
+                for layer in self._stored
             ]
         )
 
     @torch.inference_mode()
     def restore(self, row: int, snapshot: RowSnapshot, length: int) -> None:
         """Copies the first `length` keys and values of a snapshot into a row."""
-        for layer, (keys, values) in zip(self.layers, snapshot.layers, strict=True):
+        stored = [*self.layers, self._experts][: len(snapshot.layers)]
+        for layer, (keys, values) in zip(stored, snapshot.layers, strict=True):
             if not layer.is_initialized:
                 layer.lazy_initialization(keys[None], values[None])
             layer.reserve(row + 1, length)
@@ -158,7 +189,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` keys and values of the source row to the target row."""
-        for layer in self.layers:
+        for layer in self._stored:
             for values in (layer.keys, layer.values):
                 values[target, :, :length] = values[source, :, :length]
 
@@ -170,7 +201,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.values[row] = 0
 
     def drop(self) -> None:
-        for layer in self.layers:
+        for layer in self._stored:
             if layer.is_initialized:
                 del layer.keys, layer.values
                 layer.is_initialized = False

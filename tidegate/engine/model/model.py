@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import WeightsError, is_adapter, stored_parameters
 from tidegate.weights.float_logits import use_float_logits
 from tidegate.weights.onednn import use_onednn
+from tidegate.weights.routers import routers
 
 PROBE_LENGTHS = (7, 3, 5)
 SCORED_LOGITS = 2**26
@@ -64,6 +66,8 @@ class Model:
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
+        self.routers: dict[int, Any] = {}
+        """Those whose choice of experts is cached."""
         self._cache_arguments: dict[str, Any] = {cache_argument(hf_model): self.cache, "use_cache": True}
         # Models with this parameter can skip the logits of other positions.
         self._skips_logits = "logits_to_keep" in inspect.signature(hf_model.forward).parameters
@@ -146,6 +150,15 @@ class Model:
             **self._arguments(keep),
         ).logits
         return logits
+
+    def cache_experts(self) -> None:
+        """Caches the experts of each token from now on, when the model is run over the cache alone."""
+        self.routers = routers(self.hf_model)
+        for layer, router in self.routers.items():
+            router.register_forward_hook(partial(self._write_experts, layer))
+
+    def _write_experts(self, layer: int, _: Any, __: Any, routed: tuple[Tensor, ...]) -> None:
+        self.cache.write_experts(layer, routed[2])
 
     @torch.inference_mode()
     def decode(self, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
@@ -249,6 +262,7 @@ def load_model(options: EngineOptions) -> Model:
     model = Model(hf_model, options.max_slots, options.max_context)
     model.base = options.model
     check_cached_logits(model, options.model)
+    model.cache_experts()
     return model
 
 

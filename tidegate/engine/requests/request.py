@@ -93,6 +93,11 @@ class Generation:
     """Number of likeliest ids at each of these tokens and of the reply whose logprobs are requested, too."""
     prompt_top: list[list[TokenLogprob]] = field(default_factory=list)
     """These ids with their logprobs, likeliest first, for each of `prompt_logprobs`."""
+    experts_start: int | None = None
+    """Index of the prompt's token from which on the experts of tokens are returned; None: they are not."""
+    experts: list[Any] = field(default_factory=list)
+    """Arrays of these experts, [tokens, layers · k] each. Tokens whose keys and values were computed again
+    keep those of the first time."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     output_top: list[list[TokenLogprob]] = field(default_factory=list)
@@ -184,12 +189,18 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
             "return_sampling_mask = true needs sampling_params that exclude ids: top_p < 1, top_k > 0 or "
             "min_p > 0, at a temperature > 0"
         )
+    experts_start = _experts_start(fields, len(prompt_ids))
     refuse_unsupported(fields, UNSET_FIELDS, "")
     limit = min(params.max_new_tokens, limits.max_context - len(prompt_ids))
     if limit == 0 and start is None:
         raise RequestError(
             "sampling_params.max_new_tokens = 0: it must be at least 1, unless logprob_start_len requests "
             "the prompt's logprobs"
+        )
+    if limit == 0 and experts_start is not None:
+        raise RequestError(
+            "return_routed_experts = true with sampling_params.max_new_tokens = 0: experts are returned with "
+            "a reply; request at least 1 token"
         )
     return Generation(
         rid,
@@ -203,7 +214,19 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
         sampling_mask=sampling_mask,
         adapter=adapter,
         block_hashes=BlockHashes(adapter),
+        experts_start=experts_start,
     )
+
+
+def _experts_start(fields: dict[str, Any], prompt: int) -> int | None:
+    """Returns `routed_experts_start_len` if `return_routed_experts` is set."""
+    wanted = boolean(fields, "return_routed_experts", False, "")
+    start = integer(fields, "routed_experts_start_len", 0, "")
+    if not 0 <= start <= prompt:
+        raise RequestError(
+            f"routed_experts_start_len = {start}: it must be from 0 to {prompt}, the length of the prompt"
+        )
+    return start if wanted else None
 
 
 def _logprob_start(fields: dict[str, Any], prompt: int, return_logprob: bool) -> int | None:
@@ -269,6 +292,7 @@ def samples_of(request: Generation) -> list[Generation]:
             logprob_start=request.logprob_start,
             top_logprobs=request.top_logprobs,
             sampling_mask=request.sampling_mask,
+            experts_start=request.experts_start,
             grammar=request.grammar.copy() if request.grammar is not None else None,
             adapter=request.adapter,
             block_hashes=BlockHashes(request.adapter),

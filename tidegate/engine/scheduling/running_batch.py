@@ -29,6 +29,7 @@ class KVCache(Protocol):
     def snapshot(self, row: int, length: int) -> Any: ...
     def restore(self, row: int, snapshot: Any, length: int) -> None: ...
     def zero_row(self, row: int) -> None: ...
+    def experts(self, row: int, start: int, end: int) -> np.ndarray: ...
     def drop(self) -> None: ...
 
 
@@ -235,6 +236,15 @@ class RunningBatch:
         except Exception:
             log.warning("a copy for the prefix cache failed; the cache is emptied", exc_info=True)
             self.prefixes.clear()
+
+    def collect_experts(self, row: int) -> None:
+        """Adds the experts of a row's tokens to its request, before the row is freed."""
+        generation = self.slots.owners[row]
+        if generation.experts_start is None:
+            return
+        start = generation.experts_start + sum(map(len, generation.experts))
+        if start < (end := len(generation.past)):
+            generation.experts.append(self.model.cache.experts(row, start, end))
 
     def discard_values(self, row: int) -> None:
         """Removes a row's values, which are not finite, so that no other sequence reads them."""

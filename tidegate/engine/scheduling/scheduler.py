@@ -120,11 +120,14 @@ class Scheduler:
             self._abort([generation])
 
     def _abort(self, generations: list[Generation]) -> int:
+        aborted = set(map(id, generations))
+        for row, owner in enumerate(self._rows.owners):
+            if id(owner) in aborted:
+                self._rows.collect_experts(row)
         for generation in generations:
             self._end(generation, {"type": "abort", "message": "aborted"})
             self._rows.cancel_prefill(generation)
         self._dequeue(generations)
-        aborted = set(map(id, generations))
         for row in range(self._rows.count - 1, -1, -1):
             if id(self._rows.owners[row]) in aborted:
                 self._rows.remove(row)
@@ -147,6 +150,8 @@ class Scheduler:
 
     def retract(self) -> None:
         """Takes every request out of its row and requeues it at the front, in the order of arrival."""
+        for row in range(self._rows.count):
+            self._rows.collect_experts(row)
         owners = self._rows.clear()
         if not owners:
             return
@@ -330,6 +335,7 @@ class Scheduler:
                 return
         reason = self._finish_reason(generation)
         if reason is not None:
+            self._rows.collect_experts(row)
             self._end(generation, reason)
             self._rows.cache_prefix(row)
 

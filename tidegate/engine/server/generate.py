@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from tidegate.engine.requests.detokenizer import IncrementalDecoder
 from tidegate.engine.requests.request import Generation, TokenLogprob, parse_generate, samples_of
 from tidegate.engine.server.http import disconnected, error_reply, event, json_reply, read_body
+from tidegate.engine.validation import RequestError
 
 if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 async def generate(engine: Engine, request: Request) -> Response:
     """Returns one reply, or a list of replies if `n` is more than 1 (as in SGLang)."""
     generation = parse_generate(await read_body(request), engine.limits)
+    if generation.experts_start is not None and not engine.model.routers:
+        raise RequestError(
+            f"return_routed_experts = true: {type(engine.model.hf_model).__name__} has no experts that this "
+            "engine knows; switch trainer.routing_replay off"
+        )
     if generation.params.grammar is not None:
         generation.grammar = await asyncio.to_thread(engine.grammars.compile, generation.params.grammar)
     samples = samples_of(generation)
@@ -136,11 +144,12 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested, and
     `output_top_logprobs` those in place of each output token; a stream has these in its last event, as
     `output_token_sampling_mask`, the ids that top-p, top-k and min-p kept at each output token, and
-    `output_token_sampling_logprobs`, its logprob among them, if `return_sampling_mask` requested them.
-    `kv_version` is present only if keys and values of older weights were kept. With a grammar,
-    `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if the token was
-    forced, and its logprob is then 0. `output_token_masses` is the total probability of these ids before the
-    grammar excluded the others: 1 if the grammar changed nothing.
+    `output_token_sampling_logprobs`, its logprob among them, if `return_sampling_mask` requested them, and
+    `routed_experts`, those of the tokens from `routed_experts_start_len` to the last but one, int32
+    [tokens, layers, k] in base64. `kv_version` is present only if keys and values of older weights were kept.
+    With a grammar, `output_token_choices` is the number of ids that the grammar allowed for each token: 1 if
+    the token was forced, and its logprob is then 0. `output_token_masses` is the total probability of these
+    ids before the grammar excluded the others: 1 if the grammar changed nothing.
     """
     meta: dict[str, Any] = {
         "id": generation.rid,
@@ -158,6 +167,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.sampling_mask and generation.ended:
         meta["output_token_sampling_mask"] = generation.kept
         meta["output_token_sampling_logprobs"] = generation.kept_logprobs
+    if generation.experts and generation.ended:
+        meta["routed_experts"] = base64.b64encode(np.concatenate(generation.experts).tobytes()).decode()
     if generation.logprob_start is not None:
         asked = generation.prompt_ids[generation.logprob_start :]
         values = [None, *generation.prompt_logprobs]
