@@ -150,6 +150,11 @@ class Settings(SettingsSection):
                 "report which tokens the grammar changed, so no token of such a reply could be "
                 'trained on; use gateway.structured_output = "text"'
             )
+        if self.engine.kind == "vllm" and self.trainer.routing_replay:
+            raise ValueError(
+                'trainer.routing_replay needs engine.kind = "embedded" or "sglang": tidegate vllm returns no '
+                "experts of tokens"
+            )
         if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":
             raise ValueError(
                 'trainer.publish_transport = "broadcast" is not supported by engine.kind = "vllm", which '

@@ -1,7 +1,7 @@
 """Data types shared by all packages: tasks, turns, trajectories, groups. docs/glossary.md defines the terms.
 
 Arrays sent between processes have fixed types: token ids are int32, logprobs float32, those of likeliest ids
-float16.
+float16, experts uint16.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ PackedIds = npt.NDArray[np.int32]
 """Ids that JSON has as text: the compressed bytes of the array in base64."""
 PackedLogprobs = npt.NDArray[np.float16]
 """Logprobs of many ids, in half precision: a probability is off by at most 2e-4, a ratio by 0.4%."""
+PackedExperts = npt.NDArray[np.uint16]
+"""Ids of the experts that compute tokens, packed as `PackedIds`."""
 Message = dict[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, and `tool_calls` or `tool_call_id`."""
 
@@ -143,6 +145,8 @@ class Sampling:
     """Limit of one reply."""
     top_logprobs: Annotated[int, Field(ge=0)] = 0
     """Number of the engine's likeliest ids that are recorded in place of each sampled one."""
+    routed_experts: bool = False
+    """Whether the experts of every token are recorded."""
 
     @property
     def narrows(self) -> bool:
@@ -232,6 +236,16 @@ class Turn:
     they applied in training."""
     kept_counts: PackedIds | None = None
     """Numbers of these ids for each token; shape [output]."""
+    experts: PackedExperts | None = None
+    """The experts with which the engine computed the token before each of the turn's own, of `delta_ids` and
+    `output_ids`, as the model reads that token to predict its own; None unless `trainer.routing_replay`
+    requests them. The first token of a root has none before it. Shape [tokens · layers · k], token after
+    token."""
+
+    @property
+    def routed_tokens(self) -> int:
+        """Number of tokens whose experts are recorded with the turn, if they are recorded."""
+        return len(self.delta_ids) + len(self.output_ids) - (self.parent is None)
 
     @property
     def top_k(self) -> int:
@@ -507,10 +521,11 @@ def from_wire(data: bytes, kind: type[T]) -> T:
 
 def array_bytes(array: npt.NDArray[Any]) -> bytes:
     """Returns an array's little-endian bytes."""
-    kind = "<f2" if array.dtype == np.float16 else _WIRE_TYPES[array.dtype.kind]
+    kind = _SHORT_TYPES.get(array.dtype.name) or _WIRE_TYPES[array.dtype.kind]
     return array.astype(kind, copy=False).tobytes()
 
 
+_SHORT_TYPES = {"float16": "<f2", "uint16": "<u2"}
 _WIRE_TYPES = {"i": "<i4", "f": "<f4", "u": "u1"}
 
 

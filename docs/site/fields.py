@@ -53,6 +53,7 @@ def _type(annotation: ast.expr) -> str:
         ("npt.NDArray[np.uint8]", "list[int]"),
         ("PackedIds", "str"),
         ("PackedLogprobs", "str"),
+        ("PackedExperts", "str"),
         ("Ids", "list[int]"),
         ("Logprobs", "list[float]"),
     ):

@@ -139,6 +139,7 @@ TORCH = {
     "devices",
     "trainer/policy/attention",
     "trainer/policy/experts",
+    "trainer/policy/routing",
     "trainer/policy/policy",
     "trainer/losses/",
     "trainer/policy/diagnostics",

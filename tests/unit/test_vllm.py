@@ -153,6 +153,13 @@ def piece(ids: list[int], **more: Any) -> dict[str, Any]:
     }
 
 
+def test_experts_are_refused_by_name() -> None:
+    generation = asked()
+    generation.experts_start = 0
+    with pytest.raises(RequestError, match=r"return_routed_experts = true: .* for trainer\.routing_replay"):
+        refuse_unsupported(generation)
+
+
 def test_pieces_of_a_stream_become_a_reply() -> None:
     generation = asked()
     take(generation, piece([5, 6]))

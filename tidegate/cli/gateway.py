@@ -110,7 +110,7 @@ def _options(
         limits=SessionLimits(**settings.limits.model_dump()),
         keys=gateway.keys,
         max_client_groups=clients.max_groups,
-        client_sampling=clients.in_training(clients.top_logprobs),
+        client_sampling=clients.in_training(clients.top_logprobs, clients.routed_experts),
         client_deadline_s=clients.deadline_s,
         conversation_idle_s=gateway.conversation_idle_s,
         feedback_window_s=gateway.feedback_window_s,

@@ -19,7 +19,12 @@ from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.preflight import check_writable
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
-from tidegate.trainer.processes.servers import engine_arguments, gateway_arguments, vllm_arguments
+from tidegate.trainer.processes.servers import (
+    engine_arguments,
+    gateway_arguments,
+    sglang_options,
+    vllm_arguments,
+)
 
 MASK = "…"
 
@@ -106,7 +111,7 @@ def _engine(settings: Settings) -> list[str]:
     model, engine = settings.model.path, settings.engine
     if engine.kind == "sglang":
         server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
-        return [*server, "--weight-version", "0", *engine.numbered(0)]
+        return [*server, "--weight-version", "0", *sglang_options(settings), *engine.numbered(0)]
     if engine.kind == "vllm":
         return ["tidegate", "vllm", *vllm_arguments(engine, lambda: (model, 0), 0)]
     return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]

@@ -315,9 +315,9 @@ class SamplingSettings(SettingsSection):
         narrows = self.top_p < 1 or self.top_k is not None or self.min_p > 0
         return narrows or self.narrowed_by_agents
 
-    def in_training(self, listed_ids: int = 0) -> Sampling:
+    def in_training(self, listed_ids: int = 0, routed_experts: bool = False) -> Sampling:
         """Returns the sampling parameters of a session whose tokens are trained on, with this number of
-        likeliest ids for each token."""
+        likeliest ids for each token, and with the experts if `routed_experts`."""
         from tidegate.types import Sampling  # imports numpy, which the settings do without
 
         top_k = self.top_k or (DEFAULT_KEPT if self.top_p < 1 or self.min_p else -1)
@@ -329,6 +329,7 @@ class SamplingSettings(SettingsSection):
             self.narrowed_by_agents,
             self.max_tokens,
             listed_ids,
+            routed_experts,
         )
 
 
@@ -341,6 +342,8 @@ class ClientEpisodes(SamplingSettings):
     """Token limit of one reply."""
     top_logprobs: Annotated[int, Field(ge=0)] = 0
     """Number of the engine's likeliest ids that are recorded in place of each sampled one."""
+    routed_experts: bool = False
+    """Whether the experts of every token are recorded."""
     deadline_s: Annotated[float, Field(gt=0)] = 3600.0
     """Deadline of an episode."""
 

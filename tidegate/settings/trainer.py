@@ -156,6 +156,9 @@ class TrainerSettings(SettingsSection):
     compile: bool = False
     """Compile decoder layers by torch.compile: fewer passes over memory, after minutes of compilation."""
     lora: LoRASettings = LoRASettings()
+    routing_replay: bool = False
+    """Have engines record the experts of every token of a mixture-of-experts model, and train with them
+    (docs/losses.md)."""
     threads: Processes = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25

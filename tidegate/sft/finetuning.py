@@ -248,5 +248,6 @@ def trainer_settings(settings: Settings, steps: int) -> TrainerSettings:
             "ess_scaling": False,
             "reference_model": None,
             "kl_coef": 0.0,
+            "routing_replay": False,
         }
     )

@@ -308,7 +308,7 @@ class Training:
             deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
             durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
             listed_ids=settings.trainer.loss.listed_ids,
-            kept_ids=settings.sampling.records_kept_ids,
+            kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
         )  # fmt: skip
 
     def _background_evaluation(self) -> BackgroundEvaluation:

@@ -44,6 +44,7 @@ TURN = Turn(
     top_logprobs=np.array([-0.5, -2.0, -9999.0, -0.125], dtype=np.float16),
     kept_ids=np.array([9, 70_000, 8], dtype=np.int32),
     kept_counts=np.array([2, 1], dtype=np.int32),
+    experts=np.array([0, 127, 65_535, 1, 2], dtype=np.uint16),
 )
 
 
@@ -79,12 +80,12 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert back.turn.top_logprobs.dtype == np.float16
 
 
-@pytest.mark.parametrize("missing", [2, 4])
-def test_turns_of_earlier_schemas_have_no_kept_and_no_likeliest_ids(missing: int) -> None:
+@pytest.mark.parametrize("missing", [3, 5])
+def test_turns_of_earlier_schemas_lack_the_fields_that_were_added(missing: int) -> None:
     node = TurnNode(TURN, TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0)
     values, rest = msgspec.msgpack.decode(turns.row(1, node)[1])
-    absent = [field.name for field in fields(Turn)[-missing:]]
-    assert absent == ["top_ids", "top_logprobs", "kept_ids", "kept_counts"][-missing:]
+    added = [one.name for one in fields(Turn)][-missing:]
+    assert added == ["top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts"][-missing:]
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.executescript(turns.TABLES)
         database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:-missing], rest])))
@@ -92,7 +93,7 @@ def test_turns_of_earlier_schemas_have_no_kept_and_no_likeliest_ids(missing: int
         turns.pack(database, 1)
         after = turns.nodes("s", turns.read(database)[1])
     for nodes in (before, after):
-        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **dict.fromkeys(absent)))
+        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **dict.fromkeys(added)))
 
 
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
@@ -164,6 +165,56 @@ def test_likeliest_ids_are_asked_for_and_read_in_sglangs_shape() -> None:
     joined.extend(read_reply(payload([7], output_top_logprobs=LISTED[:1]), top_logprobs=2))
     joined.truncate(2)
     assert len(joined.top) == len(joined.ids) == 2
+
+
+def packed(experts: Any) -> str:
+    return base64.b64encode(np.array(experts, "<i4").tobytes()).decode()
+
+
+def test_experts_are_asked_for_and_joined_over_the_calls_of_a_reply() -> None:
+    """An aborted call may report none: the next one reports those of its tokens, too."""
+    order = GenerateRequest(np.arange(5, dtype=np.int32), {}, 10, experts_start=3)
+    reply = GenerateResult()
+
+    def call(ids: list[int], start: int, experts: Any, finish: str) -> None:
+        body = orjson.loads(request_body(order, reply, "r"))
+        assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, start)
+        told = payload(
+            ids, finish_reason={"type": finish}, output_token_logprobs=[[-1.0, one] for one in ids]
+        )
+        if experts is not None:
+            told["meta_info"]["routed_experts"] = packed(experts)
+        reply.extend(order.reader(reply)(told))
+
+    call([7, 8], 3, [[3, 30], [4, 40], [5, 50]], "abort")
+    assert order.has_experts(reply)
+    call([9], 6, None, "abort")
+    assert not order.has_experts(reply)
+    call([1, 2], 6, [[6, 60], [7, 70], [8, 80]], "stop")
+    assert order.has_experts(reply)
+    assert reply.experts is not None
+    assert reply.experts.tolist() == [[at, 10 * at] for at in range(3, 9)]
+    order.experts_start = None
+    assert "return_routed_experts" not in orjson.loads(request_body(order, GenerateResult(), "r"))
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [None, "", packed([1, 2, 3]), packed([[1], [-1]]), packed([[1], [2**16]]), "ä", "AAAA", 7],
+    ids=[
+        "missing",
+        "empty",
+        "of another number of tokens",
+        "padding",
+        "too large",
+        "no text",
+        "torn",
+        "a number",
+    ],
+)
+def test_wrong_experts_are_an_error_that_names_the_option(experts: Any) -> None:
+    with pytest.raises(EngineError, match=r"not the experts of 2 tokens: .*--enable-return-routed-experts"):
+        read_reply(payload([7], routed_experts=experts), routed=1)
 
 
 def test_likeliest_ids_of_a_stream_come_last() -> None:

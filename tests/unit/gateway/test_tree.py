@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,23 @@ def test_a_part_of_a_reply_keeps_its_own_likeliest_and_kept_ids() -> None:
     assert turn.kept_ids is not None
     assert turn.kept_counts is not None
     assert (turn.kept_ids.tolist(), turn.kept_counts.tolist()) == ([2, 3, 4, 5], [1, 3])
+
+
+def test_parts_of_a_reply_keep_the_experts_of_the_tokens_before_theirs() -> None:
+    """Those of a root begin with the second token; those of the rest with the first part's last."""
+    for parent, first in ((None, [1, 1, 2, 2]), (0, [0, 0, 1, 1, 2, 2])):
+        ids = np.arange(5, dtype=np.int32)
+        turn = Turn(
+            1, parent, ids[:2], ids[:4], np.zeros(4, np.float32), (), "stop", 1.0,
+            experts=np.repeat(np.arange(parent is None, 6), 2).astype(np.uint16),
+        )  # fmt: skip
+        assert turn.routed_tokens == 6 - (parent is None)
+        rest = replace(turn)
+        keep_tokens(turn, 0, 1)
+        keep_tokens(rest, 1, 4)
+        assert turn.experts is not None
+        assert rest.experts is not None
+        assert (turn.experts.tolist(), rest.experts.tolist()) == (first, [3, 3, 4, 4, 5, 5])
 
 
 def spelled(message: Message, style: int) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import aiohttp
@@ -65,14 +65,11 @@ class EngineClient(HttpClient):
         body: bytes,
         stream: bool,
         take: Callable[[GenerateResult], None],
-        top_logprobs: int = 0,
-        *,
-        sampling_mask: bool = False,
+        read: Callable[..., GenerateResult] = read_reply,
     ) -> None:
-        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason and the
-        likeliest and kept ids that the body requests. Raises RequestRefusedError if the engine refuses the
-        request, EngineError if it fails or its reply is invalid, OSError if the connection fails."""
-        read = partial(read_reply, top_logprobs=top_logprobs, sampling_mask=sampling_mask)
+        """Call `/generate`; `take` receives the cumulative result, the last one with a finish reason. `read`
+        reads the parts of a reply that the body requests. Raises RequestRefusedError if the engine refuses
+        the request, EngineError if it fails or its reply is invalid, OSError if the connection fails."""
         try:
             reply = await self._post(url, "/generate", body)
             try:

@@ -199,6 +199,8 @@ class EnginePool:
                     finally:
                         self._dispatch.release(engine)
                     if request.closed or request.complete(result):
+                        if not request.has_experts(result):
+                            raise EngineError(f"{engine.url} returned no experts of an aborted reply")
                         return result
                     if result.ids and not request.resumable:
                         if request.stream:
@@ -213,7 +215,7 @@ class EnginePool:
                     failures = 0 if grew else failures + 1
                     await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
         except TimeoutError:
-            if request.closed and request.has_logprobs(result):
+            if request.closed and request.has_logprobs(result) and request.has_experts(result):
                 return result
             load = load or request.load()
             if load is not None and not failures:
@@ -284,14 +286,7 @@ class EnginePool:
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
                 body = request_body(request, result, rid, oldest_kv)
-                await self._client.generate(
-                    engine.url,
-                    body,
-                    stream,
-                    take,
-                    request.top_logprobs,
-                    sampling_mask=request.sampling_mask,
-                )
+                await self._client.generate(engine.url, body, stream, take, request.reader(result))
             engine.failures = 0
         except OSError as error:
             own = error.errno in _OWN_LIMITS

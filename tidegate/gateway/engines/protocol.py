@@ -6,9 +6,11 @@ is unknown.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,7 @@ class SlowEnginesError(EngineError):
     """The deadline passed while engines served the call or earlier ones; the message tells their load."""
 
 
+MAX_EXPERT = 2**16 - 1
 TopRow = tuple[Ids, Logprobs]
 """Likeliest ids and their logprobs, likeliest first; both [k]."""
 
@@ -72,6 +75,8 @@ class GenerateRequest:
     """Number of likeliest ids that are requested in place of each token."""
     sampling_mask: bool = False
     """Whether the ids that top-p, top-k and min-p keep are requested, and logprobs among them."""
+    experts_start: int | None = None
+    """Index of the prompt's token from which on the experts of tokens are requested; None: they are not."""
     closed: bool = False
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
@@ -91,6 +96,26 @@ class GenerateRequest:
         """Whether a further call can continue the reply: engines restart grammars and penalty counts with
         each call."""
         return not (self.params.keys() & NON_RESUMABLE_PARAMS)
+
+    def has_experts(self, result: GenerateResult) -> bool:
+        """Whether each token but the last has its experts, if they are requested."""
+        routed = self.routed(result)
+        return routed is None or routed <= 0 or not result.ids
+
+    def routed(self, result: GenerateResult) -> int | None:
+        """Number of tokens, but the last, whose experts are to come; None if none are requested."""
+        if self.experts_start is None:
+            return None
+        return len(self.prompt) + len(result.ids) - 1 - _next_expert(self, result)
+
+    def reader(self, result: GenerateResult) -> Callable[..., GenerateResult]:
+        """Returns `read_reply` for the call that continues after `result`."""
+        return partial(
+            read_reply,
+            top_logprobs=self.top_logprobs,
+            sampling_mask=self.sampling_mask,
+            routed=self.routed(result),
+        )
 
     def has_logprobs(self, result: GenerateResult) -> bool:
         """Whether each token has its logprob and, if requested, its likeliest and its kept ids."""
@@ -140,6 +165,8 @@ class GenerateResult:
     """The engine's likeliest ids in place of each token, if they were requested."""
     kept: list[Ids] = field(default_factory=list, compare=False)
     """The ids that top-p, top-k and min-p kept in place of each token, if they were requested."""
+    experts: npt.NDArray[np.uint16] | None = field(default=None, compare=False)
+    """The experts of the tokens from `GenerateRequest.experts_start` on, [tokens, layers · k]."""
     calls: int = field(default=0, compare=False)
     """Engine calls that returned tokens."""
 
@@ -166,6 +193,14 @@ class GenerateResult:
         self.masses += piece.masses
         self.top += piece.top
         self.kept += piece.kept
+        if piece.experts is not None:
+            parts = [part for part in (self.experts, piece.experts) if part is not None]
+            if len({part.shape[1] for part in parts}) > 1:
+                raise EngineError(
+                    f"the engines returned {parts[0].shape[1]} and {parts[1].shape[1]} experts of a token "
+                    "for one reply: they must serve the same model"
+                )
+            self.experts = np.concatenate(parts)
         self.finish = piece.finish
         if piece.kv_version is not None:
             own = self.kv_version
@@ -213,17 +248,32 @@ def request_body(
         body["return_sampling_mask"] = True
     if oldest_kv is not None:
         body["cache_salt"] = str(oldest_kv)
+    if request.experts_start is not None:
+        body["return_routed_experts"] = True
+        body["routed_experts_start_len"] = _next_expert(request, result)
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _next_expert(request: GenerateRequest, result: GenerateResult) -> int:
+    """Index of the token from which on experts are requested by the call that continues after `result`."""
+    assert request.experts_start is not None
+    return request.experts_start + (0 if result.experts is None else len(result.experts))
+
+
 def read_reply(
-    payload: Any, *, partial: bool = False, top_logprobs: int = 0, sampling_mask: bool = False
+    payload: Any,
+    *,
+    partial: bool = False,
+    top_logprobs: int = 0,
+    sampling_mask: bool = False,
+    routed: int | None = None,
 ) -> GenerateResult:
     """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream. `finish` is "" until the
-    last event; earlier events may omit logprobs, and likeliest and kept ids are read from the last one alone.
-    With kept ids, logprobs are those of the distribution over them. Raises
-    EngineError if ids or logprobs are missing or inconsistent, RequestRefusedError if the engine aborted the
-    request with a 4xx status."""
+    last event; earlier events may omit logprobs, and likeliest and kept ids are read from the last one alone,
+    as are experts: of `routed` tokens before the reply, unless it is None, and of all of the reply but the
+    last. With kept ids, logprobs are those of the distribution over them. Raises EngineError if ids or
+    logprobs are missing or inconsistent, RequestRefusedError if the engine aborted the request with a 4xx
+    status."""
     meta = payload.get("meta_info") if isinstance(payload, dict) else None
     if not isinstance(meta, dict):
         raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
@@ -245,6 +295,8 @@ def read_reply(
         result.top = _top(meta.get("output_top_logprobs"), result, top_logprobs)
     if sampling_mask and finish and ids:
         _narrow(result, meta)
+    if routed is not None and finish and ids:
+        result.experts = _experts(meta.get("routed_experts"), routed + len(ids), finish)
     masses = meta.get("output_token_masses")
     if isinstance(masses, list) and all(isinstance(mass, float | int) for mass in masses):
         result.masses = masses[: len(ids)]
@@ -339,6 +391,25 @@ def _narrow(result: GenerateResult, meta: Mapping[str, Any]) -> None:
         (ids, np.where(np.isin(ids, own), values + np.float32(gain), np.float32(LEAST_LOGPROB)))
         for (ids, values), own, gain in zip(result.top, kept, gains, strict=False)
     ]
+
+
+def _experts(text: Any, rows: int, finish: str) -> npt.NDArray[np.uint16] | None:
+    """The experts of `rows` tokens, [rows, layers · k]; an aborted reply may have none."""
+    if text is None and finish == "abort":
+        return None
+    try:
+        ids = np.frombuffer(base64.b64decode(text, validate=True), "<i4")
+        width, rest = divmod(len(ids), rows)
+        if rest or not width or ids.min() < 0 or ids.max() > MAX_EXPERT:
+            raise ValueError
+    except (TypeError, ValueError):
+        size = len(text) if isinstance(text, str) else "no"
+        raise EngineError(
+            f"the engine returned {size} characters of routed_experts, not the experts of {rows} tokens: "
+            "trainer.routing_replay needs an engine that honours return_routed_experts, such as SGLang with "
+            "--enable-return-routed-experts"
+        ) from None
+    return ids.reshape(rows, width).astype(np.uint16)
 
 
 def _finish(reason: Any) -> str:

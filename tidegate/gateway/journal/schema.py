@@ -18,7 +18,7 @@ from tidegate.types import Outcome, Sampling, Task, Trajectory, fields_of
 VERSION = 9
 """Version of this schema; the database's `user_version`."""
 EXTENDED = (7, 8)
-"""Versions whose tables are the same: this one adds fields at the end of turns."""
+"""Versions whose tables are the same: later ones add fields at the end of turns."""
 TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,

@@ -50,7 +50,7 @@ _ARRAYS = [
     if get_origin(array) is np.ndarray
 ]
 _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
-_ADDED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts")
+_ADDED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts")
 """The last fields: turns of schema version 7 have none of them, those of version 8 the first two."""
 _VALUES: Any = msgspec.defstruct(
     "_VALUES",

@@ -117,7 +117,7 @@ class ModelCall:
     def turn(self, result: GenerateResult) -> Turn:
         top_ids, top_logprobs = _packed(result.top)
         kept = result.kept if self.engine_request.sampling_mask else None
-        return Turn(
+        turn = Turn(
             index=-1,
             parent=self.attachment.parent,
             delta_ids=self.delta,
@@ -141,6 +141,9 @@ class ModelCall:
             kept_ids=np.concatenate(kept) if kept else None,
             kept_counts=np.array([len(ids) for ids in kept], dtype=np.int32) if kept else None,
         )
+        if result.experts is not None:
+            turn.experts = result.experts[: turn.routed_tokens].reshape(-1)
+        return turn
 
 
 def _packed(top: Sequence[TopRow]) -> tuple[PackedIds | None, PackedLogprobs | None]:

@@ -253,9 +253,10 @@ class TurnTree:
         """Truncates a turn at the end of the text that a request quotes; the remaining output ids become a
         child turn. Returns the changed turns."""
         turn = self.nodes[index].turn
-        rest = replace(turn, index=len(self.nodes), parent=index, delta_ids=turn.delta_ids[:0], reward=0.0)
+        rest = replace(turn, index=len(self.nodes), reward=0.0)
         self.truncate(index, count, reply)
         keep_tokens(rest, count, len(rest.output_ids))
+        rest.parent, rest.delta_ids = index, rest.delta_ids[:0]
         if not len(rest.output_ids):
             return [self.nodes[index]]
         rest.branch = f"unquoted: it was delivered after turn {index}, and the next request does not quote it"
@@ -341,6 +342,10 @@ def _same_arguments(reply: Message, calls: Sequence[Any]) -> bool:
 
 
 def keep_tokens(turn: Turn, first: int, end: int) -> None:
+    if turn.experts is not None:
+        width = len(turn.experts) // max(1, turn.routed_tokens)
+        own = turn.routed_tokens - len(turn.output_ids)  # those that follow tokens of the prompt come first
+        turn.experts = turn.experts[(own + first if first else 0) * width : (own + end) * width]
     if turn.top_ids is not None and turn.top_logprobs is not None:
         listed = slice(first * turn.top_k, end * turn.top_k)
         turn.top_ids, turn.top_logprobs = turn.top_ids[listed], turn.top_logprobs[listed]

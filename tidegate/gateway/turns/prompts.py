@@ -174,6 +174,8 @@ class PromptBuilder:
             len(prompt), request.sampling.max_tokens, session.sampling, self.context, remaining_tokens
         )
         engine_request = self._engine_request(session, request, reader.thought, prompt, budget)
+        if session.sampling.routed_experts:  # of exempt calls, too, which may be context
+            engine_request.experts_start = max(0, len(prompt) - len(delta) - 1)
         self._metrics.rendered_tokens += len(delta)
         return ModelCall(
             request.digest,

@@ -10,11 +10,11 @@ from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.rows import TrainingSequence
-from tidegate.types import Ids
 
 MICROBATCH_OVERHEAD = 64
 """Fixed cost of a forward and backward pass, in padded tokens. Measured for a model of 1M parameters on a
@@ -99,6 +99,8 @@ class Microbatch:
     kept_nm: Tensor | None = None
     """int64, the ids that top-p, top-k and min-p kept, padded on the right with −1, which fills the row of a
     token that was drawn from the whole vocabulary; None if all tokens were."""
+    experts_btm: Tensor | None = None
+    """int32, the experts of the inputs, [b, t, layers · k]; None without routing replay."""
     idle: bool = False
     """Dummy microbatch that keeps the ranks in step: its loss is 0, and no metric includes it."""
 
@@ -146,6 +148,8 @@ class SharedPrefixes:
 
     ids_pt: Tensor
     lengths_p: Tensor
+    experts_ptm: Tensor | None = None
+    """int32, the experts of these tokens, [p, t, layers · k]; None without routing replay."""
 
     @property
     def positions(self) -> int:
@@ -249,17 +253,25 @@ def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_
 
     A row joins the last cluster if that saves more tokens than leaving it out.
     """
-    order = sorted(usable, key=lambda index: rows[index].ids.astype(">i4").tobytes())
+    order = sorted(usable, key=lambda index: _order(rows[index]))
     clusters: list[_Cluster] = []
     for index in order:
         last = clusters[-1] if clusters else None
-        shared = min(last.shared, _common_prefix(rows[last.rows[-1]].ids, rows[index])) if last else 0
+        shared = min(last.shared, _common_prefix(rows[last.rows[-1]], rows[index])) if last else 0
         if last and len(last.rows) * shared > (len(last.rows) - 1) * last.shared:
             last.rows.append(index)
             last.shared = shared
         else:
             clusters.append(_Cluster([index], _max_prefix(rows[index])))
     return [cluster for cluster in clusters if _worth_sharing(rows, cluster)]
+
+
+def _order(row: TrainingSequence) -> bytes:
+    """Return a key by which rows with equal beginnings are neighbours."""
+    tokens = row.ids.astype(">i4")
+    if row.experts is None:
+        return tokens.tobytes()
+    return np.column_stack([tokens, row.experts.astype(">i4")]).astype(">i4").tobytes()
 
 
 def _worth_sharing(rows: Sequence[TrainingSequence], cluster: _Cluster) -> bool:
@@ -274,10 +286,16 @@ def _max_prefix(row: TrainingSequence) -> int:
     return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
 
 
-def _common_prefix(ids: Ids, row: TrainingSequence) -> int:
-    """Return the length of the common prefix of `ids` and the row, at most `_max_prefix(row)`."""
-    length = min(len(ids), _max_prefix(row))
-    different = np.flatnonzero(ids[:length] != row.ids[:length])
+def _common_prefix(other: TrainingSequence, row: TrainingSequence) -> int:
+    """Return the length of the common prefix of two rows, at most `_max_prefix(row)`.
+
+    Tokens that are computed by different experts are different.
+    """
+    length = min(len(other.ids), _max_prefix(row))
+    unlike = other.ids[:length] != row.ids[:length]
+    if other.experts is not None and row.experts is not None:
+        unlike |= (other.experts[:length] != row.experts[:length]).any(axis=1)
+    different = np.flatnonzero(unlike)
     return int(different[0]) if len(different) else length
 
 
@@ -290,8 +308,11 @@ def _prefix_batch(
     }
     prefixes = []
     for start, end in split_by_length([cluster.shared for cluster in clusters], max_tokens):
-        ids = [rows[cluster.rows[0]].ids[: cluster.shared] for cluster in clusters[start:end]]
-        prefixes.append(SharedPrefixes(_padded(ids), torch.tensor(list(map(len, ids)))))
+        first = [rows[cluster.rows[0]] for cluster in clusters[start:end]]
+        lengths = [cluster.shared for cluster in clusters[start:end]]
+        experts = _experts(first, [0] * len(first), lengths)
+        ids = [row.ids[:length] for row, length in zip(first, lengths, strict=True)]
+        prefixes.append(SharedPrefixes(_padded(ids), torch.tensor(lengths), experts))
     return PrefixBatch(prefixes, microbatches(rows, sorted(prefix_of), max_tokens, prefixes=prefix_of))
 
 
@@ -337,12 +358,23 @@ def _cheapest_split(
     return splits[::-1]
 
 
-def _padded(sequences: Sequence[Ids]) -> Tensor:
-    """Pad on the right with 0: int64 [sequences, longest]."""
-    padded = np.zeros((len(sequences), max(map(len, sequences))), dtype=np.int64)
-    for at, ids in enumerate(sequences):
-        padded[at, : len(ids)] = ids
+def _padded(sequences: Sequence[npt.NDArray[Any]], dtype: type = np.int64) -> Tensor:
+    """Pad on the right with 0: [sequences, longest, …]."""
+    longest = max(map(len, sequences))
+    padded = np.zeros((len(sequences), longest, *sequences[0].shape[1:]), dtype)
+    for at, values in enumerate(sequences):
+        padded[at, : len(values)] = values
     return torch.from_numpy(padded)
+
+
+def _experts(rows: Sequence[TrainingSequence], starts: Sequence[int], ends: Sequence[int]) -> Tensor | None:
+    """Return the experts of the rows' tokens `start..end`, padded; None if a row has none."""
+    found = [
+        row.experts[start:end]
+        for row, start, end in zip(rows, starts, ends, strict=True)
+        if row.experts is not None
+    ]
+    return _padded(found, np.int32) if len(found) == len(rows) else None
 
 
 def microbatch(
@@ -393,6 +425,7 @@ def microbatch(
         sampler_ids_nk=None if sampler_ids is None else sampler_ids.long(),
         sampler_listed_nk=None if listed is None else listed.float(),
         kept_nm=_kept(selected),
+        experts_btm=_experts(selected, starts, [row.inputs for row in selected]),
     )
 
 

@@ -55,6 +55,9 @@ class TrainingSequence:
     """The ids that top-p, top-k and min-p kept, of one trained token after the other; None: they kept all."""
     kept_counts: Ids | None = None
     """Numbers of these ids; 0: the token was drawn from the whole vocabulary."""
+    experts: npt.NDArray[np.uint16] | None = None
+    """The experts with which the engine computed each token but the last, [t, layers · k], if they were
+    recorded for all."""
 
     @property
     def trained(self) -> int:
@@ -140,6 +143,31 @@ def check_listed(rows: Sequence[TrainingSequence]) -> None:
             )
 
 
+def check_routed(rows: Sequence[TrainingSequence], width: int, experts: int) -> None:
+    """Raises TrainingError if a row has no experts of its tokens, or those of another model.
+
+    Args:
+        rows: rows of a batch.
+        width: number of layers, times that of the experts of a token.
+        experts: number of experts in a layer.
+    """
+    for row in rows:
+        if row.experts is None:
+            why = "no experts of its tokens: it was recorded without"
+        elif row.experts.shape[1] != width or row.experts.max(initial=0) >= experts:
+            why = (
+                f"{row.experts.shape[1]} experts for a token with ids up to {row.experts.max(initial=0)}, "
+                f"where the trained model has {width} with ids below {experts}"
+            )
+        else:
+            continue
+        raise TrainingError(
+            f"session {row.session_id} has {why}; its batch cannot be trained on with "
+            "trainer.routing_replay. Switch it off until such groups are trained on; a replay with it needs "
+            "a run that had it"
+        )
+
+
 def is_trained(turn: Turn) -> bool:
     """Whether a turn has tokens to train on."""
     return turn.trainable and bool(
@@ -171,6 +199,7 @@ def _row(
     ]:
         row.kept_ids = np.concatenate(kept)
         row.kept_counts = np.zeros(length, dtype=np.int32)
+    row.experts = _experts(row, path)
     start = 0
     for turn in path:
         middle = start + len(turn.delta_ids)
@@ -225,6 +254,26 @@ def _kept_mask(turn: Turn) -> npt.NDArray[np.bool_]:
     assert turn.kept_counts is not None
     mask = np.ones(len(turn.output_ids)) if turn.output_mask is None else turn.output_mask
     return np.repeat(mask != 0, turn.kept_counts)
+
+
+def _experts(row: TrainingSequence, path: Sequence[Turn]) -> npt.NDArray[np.uint16] | None:
+    """Join the experts that the turns of a path recorded."""
+    parts, widths = [], set()
+    for turn in path:
+        if turn.experts is None:
+            return None
+        if tokens := turn.routed_tokens:
+            width, rest = divmod(len(turn.experts), tokens)
+            widths.add(width if not rest else -1)
+            parts.append(turn.experts)
+    if len(widths) != 1 or min(widths) < 1:
+        raise TrainingError(
+            f"session {row.session_id}: {[len(part) for part in parts]} experts of "
+            f"{[turn.routed_tokens for turn in path]} tokens; the engine's reply was recorded wrongly"
+        )
+    experts = np.zeros((len(row.ids), widths.pop()), dtype=np.uint16)
+    experts[:-1] = np.concatenate(parts).reshape(len(row.ids) - 1, -1)
+    return experts
 
 
 def _add_teacher(row: TrainingSequence, turns: Sequence[Turn]) -> None:

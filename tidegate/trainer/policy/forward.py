@@ -5,7 +5,8 @@ Axes in names: b rows, p prefixes, t positions, n trained tokens, h heads, d hid
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from tidegate.trainer.policy.attention import use_repeated_heads
 from tidegate.trainer.policy.experts import use_autocast
 from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, narrowed, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
+from tidegate.trainer.policy.routing import RoutingReplay, normalises
 from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.types import Logprobs
 from tidegate.weights.cache_argument import cache_argument
@@ -51,9 +53,18 @@ class Prefix:
     that of the prefixes.
     """
 
-    def __init__(self, backbone: Any, prefixes: Sequence[SharedPrefixes], device: torch.device) -> None:
+    def __init__(
+        self,
+        backbone: Any,
+        prefixes: Sequence[SharedPrefixes],
+        device: torch.device,
+        replayed: Callable[[Tensor | None], AbstractContextManager[None]],
+    ) -> None:
         width = max(batch.ids_pt.shape[1] for batch in prefixes)
-        passes = [_keys_and_values(backbone, batch.ids_pt.to(device)) for batch in prefixes]
+        passes = []
+        for batch in prefixes:
+            with replayed(batch.experts_ptm):
+                passes.append(_keys_and_values(backbone, batch.ids_pt.to(device)))
         self._computed = [
             torch.cat([pad(tensor, (0, 0, 0, width - tensor.shape[2])) for tensor in tensors])
             for tensors in zip(*passes, strict=True)
@@ -84,11 +95,18 @@ class Forward:
     Either optimisation is used only if a check at construction, in float32, gives the same results as the
     plain forward pass. Logits and logprobs are in float32, whatever the dtype of the products.
 
+    Args:
+        replays: Whether the rows' experts are replayed, if they have any.
+
+    Attributes:
+        replay: Replays the experts; None if they are not.
+
     Raises:
-        StartError: if activation checkpointing is on and the model's layers cannot be identified.
+        StartError: if activation checkpointing is on and the model's layers cannot be identified, or experts
+            are to be replayed that the model does not have, or that cannot be.
     """
 
-    def __init__(self, model: Any, settings: TrainerSettings, ranks: Ranks) -> None:
+    def __init__(self, model: Any, settings: TrainerSettings, ranks: Ranks, *, replays: bool = False) -> None:
         self.model = model
         self.device = next(model.parameters()).device
         self._ranks = ranks
@@ -98,6 +116,7 @@ class Forward:
         if ranks.count == 1 and settings.pass_dtype == "float32":
             use_onednn(model)
         self._autocast, self._dtype = False, torch.float32
+        self.replay: RoutingReplay | None = None
         self._compute: Compute = self._compute_logprobs
         if ranks.agree(lambda: _can_split(model, self.device)):
             self._backbone, self._head = model.base_model, model.get_output_embeddings()
@@ -106,6 +125,7 @@ class Forward:
         self.shares = ranks.count == 1 and self._can_share()
         # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
         self._dtype = getattr(torch, settings.pass_dtype)
+        normalised = replays and ranks.outline(lambda: normalises(model))
         shortened = self._dtype is torch.bfloat16 and ranks.count == 1
         self._working: WorkingCopy | None = None
         if shortened and settings.device != "cpu" and self._head is not None and not settings.lora.rank:
@@ -115,6 +135,8 @@ class Forward:
         elif shortened:
             self._autocast = True
             use_autocast(model)
+        if replays:
+            self.replay = RoutingReplay(model, decoder_layers(model), normalised)
         if settings.compile:
             _compile_layers(decoder_layers(model))
         if settings.activation_checkpointing:
@@ -136,7 +158,14 @@ class Forward:
     def prefix(self, batch: PrefixBatch) -> Prefix | None:
         """Compute the batch's prefixes, if it has any."""
         with self._precision():
-            return Prefix(self._backbone, batch.prefixes, self.device) if batch.prefixes else None
+            if not batch.prefixes:
+                return None
+            return Prefix(self._backbone, batch.prefixes, self.device, self._replayed)
+
+    def _replayed(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        if self.replay is None or experts is None:
+            return nullcontext()
+        return self.replay.experts(experts.to(self.device))
 
     def __call__(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
         """Return log π of the trained tokens, over their kept ids if they were recorded, and the entropy of
@@ -156,7 +185,7 @@ class Forward:
             inputs["use_cache"] = True
             inputs[cache_argument(self._backbone)] = prefix.cache(batch)
             inputs["attention_mask"] = _mask(batch)
-        with self._precision():
+        with self._precision(), self._replayed(batch.experts_btm):
             if self._head is None:
                 logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
                 return token_logprobs(logits_nv, *_targets(batch))

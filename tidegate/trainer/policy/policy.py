@@ -20,7 +20,13 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.service.heap import share_one_heap
 from tidegate.trainer.batch.microbatch import padding_ratio
-from tidegate.trainer.batch.rows import TrainingSequence, check_listed, check_scored, minibatches
+from tidegate.trainer.batch.rows import (
+    TrainingSequence,
+    check_listed,
+    check_routed,
+    check_scored,
+    minibatches,
+)
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.huggingface import (
     as_in_files,
@@ -110,7 +116,7 @@ class Policy:
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
         self._adapter = Adapter.inject(model, settings.lora) if settings.lora.rank else None
-        self._forward = Forward(model, settings, self.ranks)
+        self._forward = Forward(model, settings, self.ranks, replays=settings.routing_replay)
         self._reference = None if reference is None else Forward(reference, settings, self.ranks)
         self._optimizer = adamw(model, settings)
         self.device = self._forward.device
@@ -176,6 +182,8 @@ class Policy:
             check_scored(trained, self.settings.teacher.asked_top_k)
         if self.settings.loss.listed_ids:
             check_listed(trained)
+        if (replay := self._forward.replay) is not None:
+            check_routed(trained, replay.width, replay.count)
         parts = [trained] if self.settings.streaming else minibatches(trained, self.settings.minibatches)
         self._on_shares(self.backward_shares, parts, version)
 

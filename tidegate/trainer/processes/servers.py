@@ -57,9 +57,11 @@ class SGLangServer(ExternalService):
         name: str,
         index: int,
         address: str = LOOPBACK,
+        options: Sequence[str] = (),
     ) -> None:
         super().__init__(directory, name, address=address)
         self._settings = settings
+        self._options = options
         self._current = current
         self._index = index
 
@@ -73,8 +75,13 @@ class SGLangServer(ExternalService):
         return [
             str(self._settings.python), "-m", "sglang.launch_server", "--model-path", str(weights),
             "--host", self.address, "--port", str(port), "--weight-version", str(version),
-            *self._settings.numbered(self._index),
+            *self._options, *self._settings.numbered(self._index),
         ]  # fmt: skip
+
+
+def sglang_options(settings: Settings) -> list[str]:
+    """Return SGLang's options that the trainer's settings need."""
+    return ["--enable-return-routed-experts"] if settings.trainer.routing_replay else []
 
 
 def vllm_server(
@@ -126,7 +133,7 @@ def engine_server(
     """
     engine = settings.engine
     if engine.kind == "sglang":
-        return SGLangServer(engine, current, directory, name, index, host)
+        return SGLangServer(engine, current, directory, name, index, host, sglang_options(settings))
     if engine.kind == "vllm":
         return vllm_server(engine, current, directory, name, index, host, key)
 
@@ -203,6 +210,7 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
             "deadline_s": settings.agent.deadline_s,
             **settings.sampling.model_dump(),
             "top_logprobs": settings.trainer.loss.listed_ids,
+            "routed_experts": settings.trainer.routing_replay,
         }
     elif own_environments:
         sections["env"] = settings.env.model_dump()

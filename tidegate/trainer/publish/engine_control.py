@@ -112,9 +112,11 @@ class EngineControl:
             raise EngineError(f"engine {self.url} gives no checksums of its weights (/weights_checker)")
         return found
 
-    async def check_sample(self, listed_ids: int = 0, *, kept_ids: bool = False) -> None:
-        """Sample one token as for training, with this number of likeliest ids in its place, and with the ids
-        that top-p keeps if `kept_ids`.
+    async def check_sample(
+        self, listed_ids: int = 0, *, kept_ids: bool = False, routed: bool = False
+    ) -> None:
+        """Sample one token as for training, with this number of likeliest ids in its place, with the ids that
+        top-p keeps if `kept_ids`, and with the experts of the prompt if `routed`.
 
         Raises IncompatibleEngineError if the reply lacks fields that training needs, as in unsupported
         versions.
@@ -123,6 +125,7 @@ class EngineControl:
             "input_ids": [0], "return_logprob": True, "stream": False,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             **({"top_logprobs_num": listed_ids} if listed_ids else {}),
+            **({"return_routed_experts": True} if routed else {}),
         }  # fmt: skip
         if kept_ids:
             body |= {"return_sampling_mask": True}
@@ -136,6 +139,11 @@ class EngineControl:
         if kept_ids and isinstance(meta, dict) and not meta.get("output_token_sampling_mask"):
             missing.append(
                 "the ids that top-p and top-k kept (sampling.top_p, top_k, min_p or narrowed_by_agents)"
+            )
+        if routed and isinstance(meta, dict) and not meta.get("routed_experts"):
+            missing.append(
+                "the experts of its prompt (trainer.routing_replay: SGLang needs "
+                "--enable-return-routed-experts)"
             )
         if missing:
             raise IncompatibleEngineError(

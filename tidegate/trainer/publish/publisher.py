@@ -89,6 +89,8 @@ class Publisher:
     """Number of likeliest ids that engines must report in place of each token."""
     kept_ids: bool = False
     """Whether engines must report the ids that top-p, top-k and min-p keep."""
+    routed: bool = False
+    """Whether engines must report the experts of tokens."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     startable: tuple[Path, int] = field(init=False)
@@ -255,7 +257,9 @@ class Publisher:
         """
         async with aiohttp.ClientSession() as http:
             checks = [
-                EngineControl(url, http).check_sample(self.listed_ids, kept_ids=self.kept_ids)
+                EngineControl(url, http).check_sample(
+                    self.listed_ids, kept_ids=self.kept_ids, routed=self.routed
+                )
                 for url in self.engines()
             ]
             for result in await asyncio.gather(*checks, return_exceptions=True):
@@ -272,7 +276,7 @@ class Publisher:
         weights, version = self.current
         async with aiohttp.ClientSession() as http:
             engine = EngineControl(url, http)
-            await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids)
+            await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids, routed=self.routed)
             await self._read(engine, weights, version)
         self.unavailable.discard(url)
         return version

@@ -38,6 +38,7 @@ from tidegate.trainer.records.writer import FileWriter
 from tidegate.types import (
     Group,
     Outcome,
+    PackedExperts,
     PackedIds,
     PackedLogprobs,
     ToolCall,
@@ -331,6 +332,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "top_logprobs": _pack(turn.top_logprobs),
         "kept_ids": _pack(turn.kept_ids),
         "kept_counts": _pack(turn.kept_counts),
+        "experts": _pack(turn.experts),
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
@@ -355,6 +357,7 @@ def _decode_turn(line: Mapping[str, Any]) -> Turn:
             "top_logprobs": _unpack(line.get("top_logprobs"), PackedLogprobs),
             "kept_ids": _unpack(line.get("kept_ids"), PackedIds),
             "kept_counts": _unpack(line.get("kept_counts"), PackedIds),
+            "experts": _unpack(line.get("experts"), PackedExperts),
         }
     )
 

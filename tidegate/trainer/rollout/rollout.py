@@ -203,7 +203,8 @@ class Rollout:
 
         Returns its outcome, the reason of a failure, whether slow engines caused it, and its sampled tokens.
         """
-        sampling = self.settings.sampling.in_training(self.settings.trainer.loss.listed_ids)
+        trainer = self.settings.trainer
+        sampling = self.settings.sampling.in_training(trainer.loss.listed_ids, trainer.routing_replay)
         try:
             summary = await self.episodes.run(
                 attempt, task, sampling, "train",

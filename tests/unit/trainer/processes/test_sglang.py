@@ -89,7 +89,8 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     for name in ("PYTHONPATH", "SGLANG_WORD", GLOO_INTERFACE):  # an actor changes its process's
         monkeypatch.setenv(name, "of this process")
     python = stand_in(tmp_path)
-    settings = load_settings(None, ["--model.path=x", "--engine.kind=sglang", f"--engine.python={python}"])
+    given = ["--model.path=x", "--engine.kind=sglang", f"--engine.python={python}"]
+    settings = load_settings(None, [*given, "--trainer.routing_replay=true"])
     context = ActorContext(
         "a", SharedDirProbe.create(tmp_path / "run"), Path.cwd(), {"SGLANG_WORD": "of the command"}
     )
@@ -103,6 +104,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
         assert words[words.index("--model-path") + 1] == str(tmp_path / f"v{version}")
         assert words[words.index("--weight-version") + 1] == str(version)
         assert environment["SGLANG_WORD"] == "of the command"
+        assert "--enable-return-routed-experts" in words
         assert "PYTHONPATH" not in environment
         return url, json.loads((tmp_path / "run" / "logs" / "engine-2.address").read_text())["pid"]
 
@@ -169,6 +171,10 @@ def test_a_program_whose_parent_died_already_is_not_started() -> None:
         (["--engine.arguments=['-x']"], 'are for engine.kind = "sglang"'),
         (["--engine.kind=vllm"], "needs engine.python"),
         (["--engine.kind=sgl"], "embedded"),
+        (
+            ["--engine.kind=vllm", "--engine.python=/x/python", "--trainer.routing_replay=true"],
+            "routing_replay needs .* vllm returns no experts",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(words: list[str], said: str) -> None:

@@ -144,7 +144,7 @@ class Control:
         await asyncio.sleep(0)
         return self.machine.label if self.machine.alive else None
 
-    async def check_sample(self, listed_ids: int = 0) -> None:
+    async def check_sample(self, listed_ids: int = 0, **_: bool) -> None:
         await asyncio.sleep(0)
         if self.machine.unfit is not None:
             raise self.machine.unfit
