@@ -1,0 +1,242 @@
+"""The recipes of docs/architecture.md, *Where to add*, carried out on a copy of the sources.
+
+Each addition has the files and the registrations that its row names, and no others. Then the additions are
+used, and the copy passes the tests of the architecture and of the docs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import REPO
+
+pytestmark = pytest.mark.slow
+
+AGENT = '''"""An agent that answers without a call."""
+
+from __future__ import annotations
+
+from tidegate.agents.base import Agent, Session, TaskView
+
+
+class EchoAgent(Agent):
+    """Returns the task's last message."""
+
+    async def run(self, task: TaskView, session: Session) -> str | None:
+        return str(task.messages[-1]["content"])
+'''
+ENVIRONMENT = '''"""Tasks that ask for a number."""
+
+from __future__ import annotations
+
+from tidegate.envs.base import Environment
+from tidegate.types import Task
+
+
+class Count(Environment):
+    """Asks for the number after the task's index."""
+
+    def train_task(self, index: int) -> Task:
+        return Task(f"count-{index}", "", [{"role": "user", "content": f"{index} + 1 ="}], index + 1)
+
+    def eval_sets(self) -> dict[str, list[Task]]:
+        return {"next": [self.train_task(index) for index in range(1000, 1008)]}
+'''
+LOSS = '''"""REINFORCE (Williams, 1992): A · log π, a mean over tokens, without a correction of staleness."""
+
+from __future__ import annotations
+
+from tidegate.settings.losses import ReinforceLoss
+from tidegate.trainer.losses.loss import Loss
+from tidegate.trainer.losses.parts import token_mean, token_ratio, truncated, weighted
+
+
+def make(settings: ReinforceLoss) -> Loss:
+    """Returns the loss with these settings."""
+    return Loss(token_ratio, weighted(truncated(settings.importance_cap)), token_mean)
+'''
+LOSS_SETTINGS = '''class ReinforceLoss(LossSettings):
+    name: Literal["reinforce"] = "reinforce"
+    """Name of the loss (docs/losses.md)."""
+    importance_cap: Cap = 2.0
+
+
+'''
+DIALECT = '''"""A dialect whose prompt is a text: `{"input": text}` → Completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidegate.gateway.dialects import completions
+from tidegate.gateway.sessions.session import GatewaySession
+
+error = completions.error
+
+
+def read(payload: dict[str, Any], session: GatewaySession) -> completions.CompletionsRequest:
+    """Parses a body. Raises ApiError that names an unsupported parameter or content."""
+    return completions.read({"prompt": payload.pop("input"), **payload}, session)
+'''
+TOOL_CALLS = '''"""Arrows: the reply is `=>{"name": …, "arguments": {…}}`."""
+
+from __future__ import annotations
+
+from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
+from tidegate.gateway.parsing.tool_calls.json_formats import DECODER, all_or_none, read_call
+
+
+def _read(text: str, _: Tools) -> list[SampledCall] | None:
+    return all_or_none([read_call(DECODER.decode(text))])
+
+
+ARROW = ToolCallFormat("arrow", ("=>",), lambda tools: BlockParser(_read, tools, "=>"))
+'''
+LOGGER = '''"""Prints the metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tidegate.config import Settings
+
+
+class _Printed:
+    def step(self, metrics: Mapping[str, float]) -> None:
+        print(dict(metrics))
+
+    def close(self) -> None: ...
+
+
+def make(settings: Settings, step: int) -> _Printed:
+    """Returns the logger of a run that begins at this step."""
+    return _Printed()
+'''
+COMMAND = '''"""`tidegate hello`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from tidegate.cli.commands import Subparsers
+
+
+def add(subparsers: Subparsers) -> None:
+    """Adds the command."""
+    subparsers.add_parser("hello", help="say hello", description="Say hello.").set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Says hello."""
+    print("hello")
+    return 0
+'''
+FILES = {
+    "tidegate/agents/echo.py": AGENT,
+    "tidegate/envs/count.py": ENVIRONMENT,
+    "tidegate/trainer/losses/reinforce.py": LOSS,
+    "tidegate/gateway/dialects/texts.py": DIALECT,
+    "tidegate/gateway/parsing/tool_calls/arrow.py": TOOL_CALLS,
+    "tidegate/trainer/loggers/calendar.py": LOGGER,
+    "tidegate/cli/hello.py": COMMAND,
+}
+APP, OPENAPI = "tidegate/gateway/http/app.py", "tidegate/gateway/http/openapi.py"
+LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_calls/registry.py"
+FORMULAS = "tests/unit/trainer/losses/test_formulas.py"
+REGISTRATIONS = [
+    ("tidegate/agents/base.py", '    "command":', '    "echo": "tidegate.agents.echo:EchoAgent",\n'),
+    ("tidegate/envs/base.py", '    "dataset":', '    "count": "tidegate.envs.count:Count",\n'),
+    (LOSSES, "class MaskedISLoss(", LOSS_SETTINGS),
+    (LOSSES, "TruncatedISLoss, Mask", "ReinforceLoss, "),
+    (
+        FORMULAS,
+        '"masked_is": lambda',
+        '"reinforce": lambda t: token_mean(t, lambda x: weighted([min(r, CAP) for r in ratios(x)], x)),\n',
+    ),
+    (
+        "docs/losses.md",
+        "| `truncated_is` | sg[min",
+        "| `reinforce` | A · log π | tokens | `importance_cap` |\n",
+    ),
+    (APP, "chat, completions, messages, responses\n", "texts, "),
+    (APP, '("POST", "/responses",', '("POST", "/texts", DialectEndpoint(gateway, texts, conversations)),\n'),
+    (OPENAPI, '    "POST /v1/responses":', '    "POST /v1/texts": "Samples a continuation of a text.",\n'),
+    (
+        OPENAPI,
+        '("/responses", _reply',
+        '("/texts", _reply("choices"), _OPENAI, _object({"input": _TEXT})),\n',
+    ),
+    (FORMATS, "json_formats, llama3_json", "arrow, "),
+    (FORMATS, "json_formats.GRANITE,", "arrow.ARROW, "),
+    ("tidegate/config.py", '"tensorboard",', '"calendar", '),
+    ("pyproject.toml", "tensorboard = [", "calendar = []\n"),
+    ("tidegate/cli/__init__.py", "init,\n    judge,", "hello, "),
+    ("tidegate/cli/__init__.py", "init,\n    convert,\n    doctor,\n    sft,", "hello, "),
+]
+"""Files with what is added to them: the text before which it stands, and the addition."""
+USE = """
+from pathlib import Path
+
+import tidegate
+from tidegate.agents.base import load_agent
+from tidegate.config import load_settings
+from tidegate.envs.base import load_environment
+from tidegate.gateway.parsing.tool_calls.registry import FORMATS
+
+assert Path(tidegate.__file__).is_relative_to(Path.cwd()), tidegate.__file__
+assert type(load_agent("echo", {})).__name__ == "EchoAgent"
+assert load_environment("count", {}).train_task(4).answer == 5
+settings = load_settings(
+    None,
+    ["--trainer.loss.name=reinforce", "--trainer.loss.importance_cap=2", "--gateway.tool_parser=arrow",
+     "--model.path=m", "--agent.use=echo", "--env.use=count", '--run.loggers=["calendar"]'],
+)
+assert settings.trainer.loss.importance_cap == 2
+parser = FORMATS["arrow"].parser([])
+text = '=>{"name": "f", "arguments": {}}'
+assert [call.name for call in parser.feed(text) + parser.finish()] == ["f"]
+"""
+PASS = [
+    "tests/unit/test_architecture.py",
+    "tests/unit/test_docs.py",
+    "tests/unit/trainer/losses/test_formulas.py",
+    "tests/integration/gateway/test_control.py::test_the_openapi_tells_of_every_route",
+]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("recipes") / "copy"
+    left_out = shutil.ignore_patterns(
+        ".*_cache", ".venv*", ".git", "__pycache__", "runs", "build", "dist", "site"
+    )
+    shutil.copytree(REPO, place, ignore=left_out, symlinks=True)
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    for name, follows, addition in REGISTRATIONS:
+        text = (place / name).read_text()
+        assert text.count(follows) == 1, (name, follows)
+        (place / name).write_text(text.replace(follows, addition + follows))
+    return place
+
+
+def test_the_additions_work_and_the_tests_pass(copy: Path) -> None:
+    def run(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)},
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+        return done.stdout
+
+    run("-c", USE)
+    assert run("-m", "tidegate", "hello") == "hello\n"
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", *PASS)
