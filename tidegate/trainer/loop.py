@@ -14,7 +14,7 @@ from tidegate.errors import TrainingError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
-from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.recorder import Recorder
@@ -33,7 +33,7 @@ class Loop:
     settings: TrainerSettings
     admission: Admission
     batches: Batcher
-    policy: Policy
+    policy: TrainedPolicy
     publisher: Publisher
     recorder: Recorder
     checkpoint: Callable[[int], Awaitable[object]]

@@ -24,7 +24,7 @@ from tidegate.trainer.end import record_failed_start, storage_error
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
 from tidegate.trainer.ledger.ledger import Ledger
-from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.processes.launcher import Processes, start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
@@ -181,7 +181,7 @@ class Run:
             return self.start.weights, self.start.version
         return self._training.publisher.startable
 
-    async def _load_policy(self, ranks: RankProcesses) -> Policy:
+    async def _load_policy(self, ranks: RankProcesses) -> TrainedPolicy:
         base = base_model(self.settings, self.start.weights)
         policy = await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
         if self.start.checkpoint is not None:

@@ -27,7 +27,7 @@ from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.token_counts import TokenCounts
 from tidegate.trainer.loop import Loop
-from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import JUDGE_CACHE, restart_s
@@ -95,7 +95,7 @@ class Training:
         credit: CreditAssignment,
         provider: ProcessProvider,
         processes: Processes,
-        policy: Policy,
+        policy: TrainedPolicy,
         ledger: Ledger,
         resumed: ResumedRun,
         stop: asyncio.Event,
