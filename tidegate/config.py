@@ -163,6 +163,16 @@ class Settings(SettingsSection):
         if self.engine.pause == "in_place":
             self._check_pause()
         self._check_adapter()
+        if (self.trainer.backend == "tinker") != (self.engine.kind == "tinker"):
+            raise ValueError(
+                f'trainer.backend = "{self.trainer.backend}" and engine.kind = "{self.engine.kind}": a '
+                'service that trains also samples; set both to "tinker" or none'
+            )
+        if self.trainer.backend == "tinker" and self.sampling.temperature != 1:
+            raise ValueError(
+                f"sampling.temperature = {self.sampling.temperature:g}: a Tinker service trains at "
+                "temperature 1 only; set it to 1"
+            )
         self._check_source()
         self._check_promotion()
         self._check_evaluation()

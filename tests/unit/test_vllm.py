@@ -19,6 +19,7 @@ from tidegate.cli import main
 from tidegate.config import EngineSettings, Settings
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import WeightUpdate, parse_generate
+from tidegate.engine.server.adapter import answer
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.service import process_secrets
@@ -27,7 +28,7 @@ from tidegate.vllm import app, model
 from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
-from tidegate.vllm.translate import answer, refuse_unsupported, request_body, take, take_prompt, take_usage
+from tidegate.vllm.translate import refuse_unsupported, request_body, take, take_prompt, take_usage
 from tidegate.vllm.worker_extension.tidegate_worker import TiedWeightReload
 from tidegate.weights import checksum
 from tidegate.weights.files import INDEX_FILE, WeightsError

@@ -15,6 +15,7 @@ from tidegate.errors import ConfigError, StartError, TidegateError
 from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, read_shape, readable
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
+from tidegate.trainer.backends import engine_command
 from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.preflight import check_writable
@@ -114,6 +115,8 @@ def _engine(settings: Settings) -> list[str]:
         return [*server, "--weight-version", "0", *sglang_options(settings), *engine.numbered(0)]
     if engine.kind == "vllm":
         return ["tidegate", "vllm", *vllm_arguments(engine, lambda: (model, 0), 0)]
+    if engine.kind != "embedded":
+        return ["tidegate", *engine_command(settings, lambda: (model, 0))]
     return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]
 
 

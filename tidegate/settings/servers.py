@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from tidegate.gateway.parsing.tool_calls.registry import TOOL_PARSERS
 from tidegate.settings.judge import JudgeSettings
 from tidegate.settings.sections import HttpUrl, Processes, SecretKey, SettingsSection
+from tidegate.settings.tinker import TinkerService
 
 if TYPE_CHECKING:
     from tidegate.types import Sampling
@@ -83,8 +84,9 @@ EMBEDDED_ONLY = tuple(name for name in EmbeddedEngine.model_fields if name != "d
 class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
     of_kind: ClassVar[Mapping[str, str]] = dict.fromkeys(EMBEDDED_ONLY, "embedded")
 
-    kind: Literal["embedded", "sglang", "vllm"] = "embedded"
-    """Kind of the engines to start: Tidegate's own, or SGLang or vLLM with the interpreter `python`."""
+    kind: Literal["embedded", "sglang", "vllm", "tinker"] = "embedded"
+    """Kind of the engines to start: Tidegate's own, SGLang or vLLM with the interpreter `python`, or tinker:
+    a process that samples at the service of `trainer.tinker`."""
     count: Processes = 1
     """Number of engines to start, each in its own process with these settings."""
 
@@ -125,14 +127,14 @@ class EngineSettings(EmbeddedEngine, ExternalEngine, EngineAddresses):
             raise ValueError(
                 f'engine.pause = "in_place" needs engine.kind = "sglang", not "{self.kind}": remove it'
             )
-        if self.kind == "embedded" and (self.python or self.arguments):
+        if self.kind in ("embedded", "tinker") and (self.python or self.arguments):
             raise ValueError('engine.python and engine.arguments are for engine.kind = "sglang" or "vllm"')
         if self.kind != "embedded" and (idle := self.other_than_default(*EMBEDDED_ONLY)):
             raise ValueError(
                 f'engine.{idle[0]} is for engine.kind = "embedded"; give engine.kind = "{self.kind}" its own '
                 "arguments in engine.arguments"
             )
-        if self.kind != "embedded" and not self.urls and self.python is None:
+        if self.kind in ("sglang", "vllm") and not self.urls and self.python is None:
             raise ValueError(
                 f'engine.kind = "{self.kind}" needs engine.python, the interpreter of a separate environment '
                 "(it pins other versions of torch and openai than this one), or engine.urls"
@@ -263,6 +265,13 @@ class VLLMCommand(SettingsSection):
 
     model: ModelSettings
     engine: VLLMEngine
+
+
+class TinkerCommand(SettingsSection):
+    """Settings of `tidegate tinker`."""
+
+    model: ModelSettings
+    tinker: TinkerService
 
 
 class StandaloneGateway(ServedGateway):

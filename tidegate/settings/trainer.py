@@ -14,9 +14,18 @@ from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import Processes, SettingsSection
 from tidegate.settings.teacher import TeacherSettings
+from tidegate.settings.tinker import TinkerSettings
 
 ENDLESS = 10**9
 """`trainer.steps` of a standing service whose settings give no limit."""
+
+
+OWN_ONLY = (
+    "loss", "minibatches", "streaming", "reference_model", "kl_coef", "teacher", "ess_scaling", "ranks",
+    "device", "compute_dtype", "activation_checkpointing", "compile", "publish_transport",
+    "microbatch_tokens",
+)  # fmt: skip
+"""Settings of gradients that are computed here."""
 
 
 def _staleness(value: int | str) -> int | str:
@@ -46,6 +55,9 @@ class LoRASettings(SettingsSection):
 
 
 class TrainerSettings(SettingsSection):
+    backend: Literal["own", "tinker"] = "own"
+    """Where gradients are computed: own, by this trainer; tinker, by the service of `trainer.tinker`, which
+    trains LoRA matrices of rank `lora.rank`."""
     steps: Annotated[int, Field(ge=1)] = 100
     """Number of steps of the run; each step trains on one batch."""
     until: float | None = None
@@ -159,6 +171,7 @@ class TrainerSettings(SettingsSection):
     routing_replay: bool = False
     """Have engines record the experts of every token of a mixture-of-experts model, and train with them
     (docs/losses.md)."""
+    tinker: TinkerSettings = TinkerSettings()
     threads: Processes = 1
     """torch threads of the trainer."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 25
@@ -263,7 +276,26 @@ class TrainerSettings(SettingsSection):
             )
         self._check_baseline()
         self._check_loss()
+        self._check_backend()
         return self
+
+    def _check_backend(self) -> None:
+        """Raises ValueError if settings contradict `backend`."""
+        service, lora = self.tinker, self.lora
+        if self.backend == "own":
+            if idle := service.other_than_default(*type(service).model_fields):
+                raise ValueError(f'tinker.{idle[0]} has no effect without backend = "tinker"')
+            return
+        if not (service.base_model and lora.rank and self.learning_rate is not None):
+            raise ValueError(
+                'backend = "tinker" needs tinker.base_model, lora.rank and learning_rate: set all three'
+            )
+        idle = self.other_than_default(*OWN_ONLY)
+        idle += [f"lora.{name}" for name in lora.other_than_default("alpha", "targets")]
+        idle += ["promotion.mode"] if self.promotion.mode != "always" else []
+        if idle:
+            instead = "set tinker.loss instead" if idle[0] == "loss" else "remove it"
+            raise ValueError(f'{idle[0]} is not supported by backend = "tinker": {instead}')
 
     @property
     def compares_in_groups(self) -> bool:

@@ -17,6 +17,7 @@ from tidegate.observer import Observer
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.settings import sections
 from tidegate.trainer.admission.rules import Rules
+from tidegate.trainer.backends import load_policy
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
@@ -182,11 +183,16 @@ class Run:
         return self._training.publisher.startable
 
     async def _load_policy(self, ranks: RankProcesses) -> TrainedPolicy:
-        base = base_model(self.settings, self.start.weights)
-        policy = await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
+        policy = await asyncio.to_thread(load_policy, self.settings)
+        if policy is None:
+            policy = await self._own_policy(ranks)
         if self.start.checkpoint is not None:
             await asyncio.to_thread(checkpoints.load, self.start.checkpoint, policy)
         return policy
+
+    async def _own_policy(self, ranks: RankProcesses) -> TrainedPolicy:
+        base = base_model(self.settings, self.start.weights)
+        return await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
 
     async def _report_resume(self, resumed: ResumedRun, changed: str) -> None:
         self.observer.note(

@@ -290,9 +290,10 @@ class Training:
                 settings.trainer.device,
             )  # fmt: skip
             stack.callback(sender.close)
-        # SGLang loads whole models only; a node without the run's files has no base.
+        # SGLang loads whole models only, a service its own; a node without the run's files has no base.
         adapters = settings.trainer.lora.publish == "adapter"
-        deltas = settings.engine.kind != "sglang" and self.provider.delivers_in_place and not adapters
+        whole = settings.engine.kind not in ("embedded", "vllm") or adapters
+        deltas = self.provider.delivers_in_place and not whole
         writer = VersionWriter(
             directory=self.dir / "weights",
             save_weights=self.policy.save_adapter if adapters else self.policy.save_weights,

@@ -21,13 +21,13 @@ import aiohttp
 from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import HEALTH_REQUEST, Generation, WeightUpdate, parse_generate
+from tidegate.engine.server.adapter import answer
 from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
 from tidegate.vllm.client import VLLMClient
 from tidegate.vllm.model import ModelFiles, check_weights, manifest
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import (
-    answer,
     refuse_unsupported,
     request_body,
     take,

@@ -42,6 +42,14 @@ class ModelFiles:
         return size
 
     @property
+    def max_context(self) -> int:
+        """Raises StartError if it is missing."""
+        size = self._text.get("max_position_embeddings")
+        if type(size) is not int:
+            raise StartError(f"{self.directory}/config.json has no max_position_embeddings")
+        return size
+
+    @property
     def tied(self) -> bool:
         return self._text.get("tie_word_embeddings", self._config.get("tie_word_embeddings")) is True
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidegate.engine.requests.request import Generation, TokenLogprob
-from tidegate.engine.server.generate import reply
 from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 
@@ -159,10 +158,3 @@ def _likeliest(found: list[TokenLogprob], generation: Generation) -> list[TokenL
 
 def take_usage(generation: Generation, usage: Mapping[str, Any] | None) -> None:
     generation.cached_tokens = ((usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-def answer(generation: Generation, version: str) -> dict[str, Any]:
-    """The reply in SGLang's form, without text: the gateway decodes ids itself."""
-    body = reply(generation, len(generation.output_ids), "", version)
-    del body["text"]
-    return body

@@ -17,6 +17,7 @@ from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import EmbeddedEngine, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
+from tidegate.trainer import backends
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agents import AgentProcess
 from tidegate.trainer.processes.gpus import chooses_gpus, engine_gpus, on_gpus, only_visible, visible_gpus
@@ -136,6 +137,8 @@ def engine_server(
         return SGLangServer(engine, current, directory, name, index, host, sglang_options(settings))
     if engine.kind == "vllm":
         return vllm_server(engine, current, directory, name, index, host, key)
+    if engine.kind != "embedded":
+        return backends.engine(settings, current, directory, name, host, key)
 
     def arguments() -> list[str]:
         return [*engine_arguments(settings, current), "--host", host]

@@ -1,0 +1,251 @@
+"""Samples at a Tinker service as an engine: each version is a snapshot, which a request keeps to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+
+from tidegate.engine.requests.detokenizer import TokenDecoder
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import HEALTH_REQUEST, Generation, WeightUpdate, parse_generate
+from tidegate.engine.server.adapter import ROUTES, answer
+from tidegate.engine.server.http import protocol_app
+from tidegate.engine.validation import PARAMS, RequestError
+from tidegate.errors import EngineError
+from tidegate.service.serve import Listen, bind, run_app
+from tidegate.settings.tinker import TinkerService
+from tidegate.tinker.service import connect, read_snapshot, sdk
+from tidegate.vllm.model import ModelFiles
+from tidegate.weights.files import WeightsError
+
+SEEDS = 2**31
+"""Upper bound of the seeds that every service takes."""
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    version: str
+    client: Any
+    """The SDK's SamplingClient."""
+
+
+class TinkerEngine:
+    """Engine of the service's snapshots; call `start` first.
+
+    A service samples whole replies: a stream has one event.
+    """
+
+    pause_modes: tuple[str, ...] = ("abort", "retract")
+
+    def __init__(self, settings: TinkerService, model: Path, version: int, key: str) -> None:
+        self.settings = settings
+        self.model = model
+        self._key = key
+        self._first = str(version)
+        self._service: Any = None
+        self._current: _Snapshot | None = None
+        self._running: dict[asyncio.Task[Any], str] = {}
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    async def start(self) -> None:
+        """Connect, and take the snapshot of the model's directory. Raises StartError, EngineError."""
+        files = ModelFiles(self.model)
+        self._text = await asyncio.to_thread(TokenDecoder.load, self.model)
+        self.limits = TokenLimits(
+            files.vocab_size,
+            files.max_context,
+            files.eos_ids | self._text.eos_ids,
+            self._text.tokenizer is not None,
+        )
+        self._service = await asyncio.to_thread(connect, self.settings, self._key)
+        self._current = await self._snapshot(self.model, self._first)
+
+    async def _snapshot(self, directory: Path, version: str) -> _Snapshot:
+        try:
+            path = await asyncio.to_thread(read_snapshot, directory)
+        except (OSError, ValueError, KeyError) as error:
+            raise WeightsError(f"{directory}: not a version of a Tinker service: {error}") from None
+        what = {"base_model": self.settings.base_model} if path is None else {"model_path": path}
+        try:
+            client = await self._service.create_sampling_client_async(**what)
+        except Exception as error:
+            raise _failed(f"cannot open {path or self.settings.base_model}", error) from error
+        return _Snapshot(version, client)
+
+    # -- sampling
+
+    def read(self, body: Mapping[str, Any]) -> Generation:
+        """Parse a request. Raises RequestError that names the invalid or unsupported parameter."""
+        generation = parse_generate(body, self.limits)
+        params = generation.params
+        unsupported = {
+            "n": params.n != 1, "min_p": params.min_p > 0, "json_schema": params.grammar is not None,
+            "frequency_penalty": params.frequency_penalty, "presence_penalty": params.presence_penalty,
+            "repetition_penalty": params.repetition_penalty != 1,
+        }  # fmt: skip
+        for name, given in unsupported.items():
+            if given:
+                raise RequestError(f"{PARAMS}{name}: a Tinker service does not have it; leave it out")
+        if generation.logprob_start is not None or generation.top_logprobs:
+            raise RequestError(
+                "logprob_start_len, top_logprobs_num: not read from a Tinker service; leave them out"
+            )
+        return generation
+
+    async def sample(self, generation: Generation) -> dict[str, Any]:
+        """Return the complete reply. Cancelling aborts the request."""
+        await self._open.wait()
+        snapshot = self._current
+        assert snapshot is not None
+        tinker, params = sdk(), generation.params
+        call = snapshot.client.sample_async(
+            prompt=tinker.ModelInput.from_ints(generation.prompt_ids),
+            num_samples=1,
+            sampling_params=tinker.SamplingParams(
+                max_tokens=max(1, generation.limit),
+                seed=params.seed % SEEDS,
+                stop=sorted(params.stop_ids),
+                temperature=params.temperature,
+                top_k=params.top_k if params.top_k > 0 else -1,
+                top_p=params.top_p,
+            ),
+        )
+        task = asyncio.ensure_future(call)
+        with self._listed(task, generation.rid):
+            try:
+                sequence = (await task).sequences[0]
+            except asyncio.CancelledError:
+                if (own := asyncio.current_task()) is not None and own.cancelling():
+                    raise
+                generation.finish_reason = {"type": "abort", "message": "aborted"}
+                return answer(generation, snapshot.version)
+            except Exception as error:
+                raise _failed("cannot sample", error) from error
+        self._take(generation, list(sequence.tokens), sequence.logprobs)
+        generation.close_span(snapshot.version)
+        return answer(generation, snapshot.version)
+
+    def _take(self, generation: Generation, ids: list[int], logprobs: list[float] | None) -> None:
+        """Add the reply's tokens up to its first stop token or string. Raises EngineError."""
+        if not ids or logprobs is None or len(logprobs) != len(ids):
+            count = 0 if logprobs is None else len(logprobs)
+            raise EngineError(f"the Tinker service returned {len(ids)} tokens with {count} logprobs")
+        params = generation.params
+        generation.finish_reason = {"type": "length", "length": len(ids)}
+        for token, logprob in zip(ids, logprobs, strict=True):
+            generation.output_ids.append(token)
+            generation.logprobs.append(float(logprob))
+            matched: int | str | None = token if token in params.stop_ids else None
+            if matched is None and params.stop:
+                matched = self._text.matched_stop(generation)
+            if matched is not None:
+                generation.finish_reason = {"type": "stop", "matched": matched}
+                return
+        if len(ids) < generation.limit:
+            raise EngineError(
+                f"the Tinker service ended a reply after {len(ids)} of {generation.limit} tokens, without a "
+                "token of its stop list"
+            )
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
+        yield await self.sample(generation)
+
+    @contextlib.contextmanager
+    def _listed(self, task: asyncio.Task[Any], rid: str) -> Iterator[None]:
+        self._running[task] = rid
+        try:
+            yield
+        finally:
+            task.cancel()
+            del self._running[task]
+
+    # -- control calls (`ControlledEngine`)
+
+    async def abort(self, prefix: str) -> int:
+        """Give up requests; the service may sample them to their ends."""
+        tasks = [task for task, rid in self._running.items() if rid.startswith(prefix)]
+        for task in tasks:
+            task.cancel()
+        return len(tasks)
+
+    async def pause(self, mode: str) -> None:
+        """Hold back new requests; running ones keep their snapshot and go on."""
+        self._open.clear()
+        if mode == "abort":
+            await self.abort("")
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
+        """Take the snapshot that a directory names. Raises WeightsError, EngineError."""
+        current = self._current
+        assert current is not None
+        self._current = await self._snapshot(update.directory, update.version or current.version)
+        if update.abort_all:
+            await self.abort("")
+        return {"weight_version": self._current.version}
+
+    async def relabel(self, version: str) -> None:
+        assert self._current is not None
+        self._current = _Snapshot(version, self._current.client)
+
+    async def flush(self) -> bool:
+        return True
+
+    async def info(self) -> dict[str, Any]:
+        """Describe the engine; `staged`: an update needs no pause."""
+        assert self._current is not None
+        return {
+            "model_path": str(self.model),
+            "tokenizer_path": str(self.model) if self.limits.has_tokenizer else None,
+            "tokenizer_hash": self._text.tokenizer_hash,
+            "vocab_size": self.limits.vocab_size,
+            "weight_version": self._current.version,
+            "max_context": self.limits.max_context,
+            "num_running": len(self._running),
+            "staged": True,
+        }
+
+    async def check_health(self) -> None:
+        """Check this process alone: calls wait for a service that restarts."""
+
+    async def sample_one_token(self) -> None:
+        await self.sample(self.read(HEALTH_REQUEST))
+
+
+def _failed(what: str, error: Exception) -> EngineError:
+    status = getattr(error, "status_code", 503)
+    return EngineError(
+        f"the Tinker service: {what}: {type(error).__name__}: {error}",
+        retryable=status in (408, 409, 425, 429) or status >= 500,
+    )
+
+
+def create_app(engine: TinkerEngine) -> Starlette:
+    """The ASGI app, whose lifespan connects to the service."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await engine.start()
+        yield
+
+    return protocol_app(engine, "the Tinker engine", ROUTES, lifespan)
+
+
+def serve(engine: TinkerEngine, listen: Listen, key: str | None) -> None:
+    """Serve until a signal, to callers with the key if there is one."""
+    sock = bind(listen)
+    run_app(create_app(engine), sock, listen, keyless=key is None, key=key)

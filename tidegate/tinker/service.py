@@ -1,0 +1,96 @@
+"""Connects to a Tinker service. The SDK is imported here alone, with the first connection."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tidegate.errors import ConfigError, StartError
+from tidegate.program import advise_extra
+from tidegate.service.api_key import key_from_environment
+from tidegate.settings.tinker import TinkerService
+
+KEY = "TINKER_API_KEY"
+NO_KEY = "tml-none"
+"""Given to a service without keys, as the SDK needs one."""
+SNAPSHOT = "tinker.json"
+"""File in a version's directory that names the snapshot: `base_model` and `sampler`, its path."""
+
+
+@cache
+def _environment_key() -> str | None:
+    return key_from_environment(KEY)
+
+
+def service_key(settings: TinkerService) -> str:
+    """Return the key of the service.
+
+    Raises:
+        ConfigError: The file cannot be read, or a service without an address has no key.
+    """
+    if settings.api_key_file is not None:
+        try:
+            return settings.api_key_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.tinker.api_key_file = {settings.api_key_file}: {error.strerror}; name the file "
+                "with the key of the service"
+            ) from None
+    if (key := _environment_key()) is not None:
+        return key
+    if settings.base_url is None:
+        raise ConfigError(
+            f"the Tinker service needs a key: set {KEY} in the environment, or trainer.tinker.api_key_file"
+        )
+    return NO_KEY
+
+
+def sdk() -> Any:
+    """Return the SDK's module. Raises StartError if it is not installed."""
+    try:
+        import tinker
+    except ModuleNotFoundError as error:
+        if error.name != "tinker":
+            raise
+        raise StartError(f'trainer.backend = "tinker" needs the SDK: {advise_extra("tinker")}') from None
+    return tinker
+
+
+def connect(settings: TinkerService, key: str, *, once: bool = False) -> Any:
+    """Open a session at the service, and return the SDK's ServiceClient.
+
+    Args:
+        settings: The service.
+        key: Its key.
+        once: Send each call once. The SDK repeats calls whose reply was lost, with the same sequence number;
+            a service that ignores these numbers, such as skyrl-tx 0.3, would take a step twice.
+    """
+    tinker = sdk()
+    url = {} if settings.base_url is None else {"base_url": settings.base_url}
+    client = tinker.ServiceClient(api_key=key, max_retries=0 if once else 10, **url)
+    if once:
+
+        async def send(call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
+            while True:
+                try:
+                    return await call(*arguments, **options)
+                except tinker.RateLimitError:  # refused before it had an effect
+                    await asyncio.sleep(1.0)
+
+        client.holder.execute_with_retries = send
+    return client
+
+
+def read_snapshot(directory: Path) -> str | None:
+    """Return the path of a version's snapshot; None for the base model. Raises OSError, ValueError."""
+    file = directory / SNAPSHOT
+    if not file.is_file():
+        return None
+    path = json.loads(file.read_text(encoding="utf-8"))["sampler"]
+    if not isinstance(path, str):
+        raise ValueError(f"{file} names no snapshot")
+    return path
