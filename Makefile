@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -127,6 +127,18 @@ $(TRL)/.installed: requirements/trl.txt
 
 test-trl: install $(TRL)/.installed  ## TRL's own trainer learns from agents on a gateway (minutes)
 	TIDEGATE_TRL_PYTHON=$(CURDIR)/$(TRL)/bin/python $(BIN)/python -m pytest -m slow -s tests/e2e/test_trl.py --timeout 1400
+
+TINKER := .venvs/tinker
+$(TINKER)/.installed: requirements/tinker.txt requirements/tinker-sdk.txt
+	@test -d $(TINKER) || $(PYTHON) -m venv $(TINKER)
+	@echo "Installing skyrl-tx into $(TINKER) (1 GB, a few minutes the first time) ..."
+	@$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/tinker.txt
+	@$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TINKER)/sdk -r requirements/tinker-sdk.txt
+	@touch $@
+
+test-tinker: install $(TINKER)/.installed  ## a real skyrl-tx service on the CPU: first step, learning, faults (minutes)
+	PYTHONPATH=$(CURDIR)/$(TINKER)/sdk TIDEGATE_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python \
+		$(BIN)/python -m pytest -m tinker tests/tinker --timeout 1800
 
 DOCS := .venvs/docs
 $(DOCS)/.installed: requirements/docs.txt | install

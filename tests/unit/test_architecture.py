@@ -49,6 +49,7 @@ ALLOWED = {
         "trainer.ledger.versions",
     },
     "plan": {
+        "trainer.backends",
         "doctor.model",
         "engine.options",
         "trainer.cluster.placement",
@@ -60,12 +61,25 @@ ALLOWED = {
     "scaffold": set(),
     "vllm": {
         "engine.validation",
-        "engine.server.control",
+        "engine.server.adapter",
         "engine.server.http",
         "engine.requests.params",
         "engine.requests.request",
         "engine.requests.detokenizer",
-        "engine.server.generate",
+    },
+    "tinker": {
+        "engine.validation",
+        "engine.server.adapter",
+        "engine.server.http",
+        "engine.requests.params",
+        "engine.requests.request",
+        "engine.requests.detokenizer",
+        "trainer.batch.rows",
+        "trainer.checkpoint.checkpoint",
+        "trainer.checkpoint.huggingface",
+        "trainer.policy.diagnostics",
+        "trainer.policy.optimizer",
+        "vllm.model",
     },
     "simulation": {
         "gateway.engines.engine",
@@ -129,7 +143,7 @@ ALLOWED = {
         "trainer.start",
     },
     "envs": {"rag.client", "sandbox"},
-    "trainer": {"envs.base", "envs.judge.cache", "agents.base", "gateway.client"},
+    "trainer": {"envs.base", "envs.judge.cache", "agents.base", "gateway.client", "tinker"},
 }
 TORCH = {
     "weights/float_logits",
@@ -250,6 +264,14 @@ def _misplaced(path: Path) -> Iterator[str]:
         yield f"{name} imports ray"
     if "peft" in heavy and name != "trainer/policy/lora":
         yield f"{name} imports peft"
+
+
+def test_a_service_that_trains_is_named_in_its_folder_in_settings_and_in_the_registry_alone() -> None:
+    allowed = ("tinker/", "settings/", "config", "trainer/backends", "cli/tinker", "cli/__init__")
+    named = {name_of(path) for path in modules() if "tinker" in path.read_text(encoding="utf-8").lower()}
+    assert not sorted(name for name in named if not name.startswith(allowed))
+    importing = {name_of(path) for path in modules() if "tinker" in imports(path)}
+    assert importing == {"tinker/service"}
 
 
 def graph_of(group: Callable[[Path], str]) -> dict[str, set[str]]:

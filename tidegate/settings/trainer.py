@@ -57,7 +57,7 @@ class LoRASettings(SettingsSection):
 class TrainerSettings(SettingsSection):
     backend: Literal["own", "tinker"] = "own"
     """Where gradients are computed: own, by this trainer; tinker, by the service of `trainer.tinker`, which
-    trains LoRA matrices of rank `lora.rank`."""
+    trains LoRA matrices of rank `trainer.lora.rank`."""
     steps: Annotated[int, Field(ge=1)] = 100
     """Number of steps of the run; each step trains on one batch."""
     until: float | None = None

@@ -5,6 +5,7 @@ A service is named here, in its own folder, and in the settings, and nowhere els
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.config import Settings
@@ -13,7 +14,9 @@ from tidegate.settings.sections import arguments_of
 from tidegate.settings.servers import TinkerCommand
 from tidegate.settings.tinker import TinkerService
 from tidegate.trainer.policy.protocol import TrainedPolicy
-from tidegate.trainer.processes.provider import CurrentWeights
+
+CurrentWeights = Callable[[], tuple[Path, int]]
+"""Returns the directory and the number of the current version."""
 
 
 def load_policy(settings: Settings) -> TrainedPolicy | None:
