@@ -222,8 +222,9 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
     from tidegate.devices import find_device, free_memory
 
     find_device("trainer.device", settings.trainer.device)
-    refuse_unusable(settings.model.path)
-    if engines is not None:
+    own = settings.trainer.backend == "own"
+    refuse_unusable(settings.model.path, weights=own)
+    if engines is not None and own:
         check_memory(settings, free_memory, engines=engines)
 
 
@@ -239,7 +240,7 @@ def _with_rubric(settings: Settings) -> Settings:
 
 def check(settings: Settings) -> None:
     """Checks model, agent and loggers before the start; raises StartError or ConfigError."""
-    refuse_incomplete(settings.model.path)
+    refuse_incomplete(settings.model.path, weights=settings.trainer.backend == "own")
     if settings.agent.source == "local":
         load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)

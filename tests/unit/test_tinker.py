@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import fake_tinker
+from tests import REPO, fake_tinker
 from tests.unit.trainer.learning_fixtures import make_model, make_row
 from tests.waiting import eventually
 from tidegate.config import Settings
 from tidegate.engine.requests.request import WeightUpdate
 from tidegate.engine.validation import RequestError
-from tidegate.errors import ConfigError, EngineError, TrainingError
+from tidegate.errors import ConfigError, EngineError, StartError, TidegateError, TrainingError
+from tidegate.launch import check, check_model
+from tidegate.plan.memory import memory_plan, read_shape
 from tidegate.settings.tinker import TinkerService
 from tidegate.tinker import policy as policy_module
 from tidegate.tinker import service as service_module
@@ -25,6 +27,7 @@ from tidegate.tinker.engine import TinkerEngine
 from tidegate.tinker.policy import TinkerPolicy, datum
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.replay import Replay
 from tidegate.weights.files import WeightsError
 
 
@@ -323,3 +326,17 @@ def test_the_engine_must_be_at_the_service_that_trains(base: Path) -> None:
         Settings.model_validate({**whole, "engine": {}})
     with pytest.raises(ValueError, match="temperature 1 only"):
         Settings.model_validate({**whole, "sampling": {"temperature": 0.7}})
+
+
+def test_a_service_needs_no_weights_and_no_memory_here_and_has_no_replay(tmp_path: Path) -> None:
+    for file in (REPO / "examples/tiny_base/model").iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = settings_of(tmp_path)
+    check(settings)
+    check_model(settings, engines=True)
+    assert not [item for item in memory_plan(settings, read_shape(tmp_path)) if item.owner == "trainer"]
+    with pytest.raises(StartError, match="no weights"):
+        check(Settings.model_validate({"model": {"path": tmp_path}}))
+    with pytest.raises(TidegateError, match="the service has its weights"):
+        Replay(tmp_path, settings).start()

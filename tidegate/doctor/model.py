@@ -39,23 +39,26 @@ def check_model(settings: Settings) -> tuple[list[Finding], Renderer | None]:
     return [*findings, *check_template(renderer, settings.gateway.tool_parser)], renderer
 
 
-def refuse_incomplete(model: Path) -> None:
-    """Raises StartError or WeightsError if a model directory lacks files; imports no tokenizer."""
-    for finding in _files(model):
+def refuse_incomplete(model: Path, *, weights: bool = True) -> None:
+    """Raises StartError or WeightsError if a model directory lacks files; imports no tokenizer.
+
+    Without `weights` it may lack them: a service has its own.
+    """
+    for finding in _files(model, weights):
         raise StartError(f"{finding.text}; {finding.fix}")
     stored_parameters(model)
 
 
-def refuse_unusable(model: Path) -> None:
+def refuse_unusable(model: Path, *, weights: bool = True) -> None:
     """Raises StartError or WeightsError if a model directory, its tokenizer or template cannot be used."""
     from tidegate.gateway.rendering.renderer import Renderer
 
-    refuse_incomplete(model)
+    refuse_incomplete(model, weights=weights)
     for finding in _tokenizer(Renderer.load(model), model):
         raise StartError(f"{finding.text}; {finding.fix}")
 
 
-def _files(model: Path) -> list[Finding]:
+def _files(model: Path, weights: bool = True) -> list[Finding]:
     fix = (
         "model.path is a directory in Hugging Face format, relative to the current directory; tidegate "
         "convert makes one from a GGUF file or a model on the Hugging Face hub"
@@ -71,7 +74,7 @@ def _files(model: Path) -> list[Finding]:
         for name in ("config.json", "tokenizer_config.json")
         if not (model / name).is_file()
     ]
-    if not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
+    if weights and not any(model.glob("*.safetensors")) and not any(model.glob("*.bin")):
         findings.append(
             error("model", "model_incomplete", f"the model directory {model} has no weights", fix)
         )

@@ -282,7 +282,7 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                 ),
                 *_program(device, "engine"),
             ]  # fmt: skip
-    return items + _trainer_plan(trainer, shape)
+    return items + (_trainer_plan(trainer, shape) if trainer.backend == "own" else [])
 
 
 def _engine_devices(settings: Settings) -> list[str]:

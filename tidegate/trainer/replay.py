@@ -126,6 +126,11 @@ class Replay:
         Raises TidegateError if that checkpoint does not exist.
         """
         settings = self.settings
+        if settings.trainer.backend != "own":
+            raise TidegateError(
+                f'{self.run_dir} was trained with trainer.backend = "{settings.trainer.backend}": the '
+                "service has its weights, and a replay computes its steps here"
+            )
         if settings.trainer.ranks > 1:
             raise TidegateError(
                 f"{self.run_dir} was trained on {settings.trainer.ranks} ranks, which a replay in one "
