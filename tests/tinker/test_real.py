@@ -21,6 +21,9 @@ from tidegate.trainer.policy.policy import Policy
 
 pytestmark = pytest.mark.timeout(1800)
 RATE = 1e-3
+EPS = 1.0
+"""Adam's ε, with which a first step is nearly proportional to the gradient: it shows its scale, and rounding
+changes no sign."""
 
 
 def settings_of(service: SkyRL, backend: str) -> Settings:
@@ -54,12 +57,17 @@ def adapter(service: SkyRL, directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def test_loss_and_parameters_after_the_first_step_are_ours(service: SkyRL, tmp_path: Path) -> None:
+def test_loss_and_parameters_after_the_first_step_are_ours(
+    service: SkyRL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tidegate.tinker.policy.EPS", EPS)
     theirs = TinkerPolicy(settings_of(service, "tinker").trainer, BASE, 1, NO_KEY)
     before = adapter(service, theirs.save_weights(tmp_path / "weights" / "v0"))
     ours = Policy.load(BASE, settings_of(service, "own").trainer)
     trained = {name: value for name, value in ours.model.named_parameters() if value.requires_grad}
     assert trained.keys() == before.keys()
+    for group in ours._optimizer.param_groups:
+        group["eps"] = EPS
     with torch.no_grad():
         for name, value in trained.items():
             value.copy_(before[name])
