@@ -168,10 +168,11 @@ class Settings(SettingsSection):
                 f'trainer.backend = "{self.trainer.backend}" and engine.kind = "{self.engine.kind}": a '
                 'service that trains also samples; set both to "tinker" or none'
             )
-        if self.trainer.backend == "tinker" and self.sampling.temperature != 1:
+        sampling = self.sampling
+        if self.trainer.backend == "tinker" and (sampling.temperature != 1 or sampling.records_kept_ids):
             raise ValueError(
-                f"sampling.temperature = {self.sampling.temperature:g}: a Tinker service trains at "
-                "temperature 1 only; set it to 1"
+                f"sampling.temperature = {sampling.temperature:g}, or another setting of sampling: a Tinker "
+                "service trains at temperature 1 only, on the whole distribution; set it to 1"
             )
         self._check_source()
         self._check_promotion()

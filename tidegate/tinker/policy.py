@@ -267,6 +267,10 @@ class TinkerPolicy:
         self._delete_unused(directory.parents[1])
         return directory
 
+    def save_adapter(self, directory: Path, *, dtype: str = "float32") -> Path:
+        """Write the same: a snapshot is an adapter at the service."""
+        return self.save_weights(directory, dtype=dtype)
+
     def weight_buckets(
         self, max_bytes: int, as_files: str | None = None, *, on_device: bool = False
     ) -> Generator[dict[str, Any], None, None]:

@@ -36,6 +36,9 @@ class TrainedPolicy(Restorable, Protocol):
     def save_weights(self, directory: Path, *, dtype: str = "float32") -> Path:
         """Write the weights, in a form that the run's engines load. Raises OSError."""
 
+    def save_adapter(self, directory: Path, *, dtype: str = "float32") -> Path:
+        """Write the adapter alone, for `trainer.lora.publish`. Raises OSError."""
+
     def weight_buckets(
         self, max_bytes: int, as_files: str | None = None, *, on_device: bool = False
     ) -> Generator[dict[str, Any], None, None]:
