@@ -23,7 +23,7 @@ ENDLESS = 10**9
 OWN_ONLY = (
     "loss", "minibatches", "streaming", "reference_model", "kl_coef", "teacher", "ess_scaling", "ranks",
     "device", "compute_dtype", "activation_checkpointing", "compile", "publish_transport",
-    "microbatch_tokens",
+    "microbatch_tokens", "routing_replay",
 )  # fmt: skip
 """Settings of gradients that are computed here."""
 

@@ -98,10 +98,15 @@ class TinkerEngine:
         for name, given in unsupported.items():
             if given:
                 raise RequestError(f"{PARAMS}{name}: a Tinker service does not have it; leave it out")
-        if generation.logprob_start is not None or generation.top_logprobs:
-            raise RequestError(
-                "logprob_start_len, top_logprobs_num: not read from a Tinker service; leave them out"
-            )
+        others = {
+            "logprob_start_len": generation.logprob_start is not None,
+            "top_logprobs_num": generation.top_logprobs,
+            "return_routed_experts": generation.experts_start is not None,
+            "lora_path": generation.adapter,
+        }
+        for name, given in others.items():
+            if given:
+                raise RequestError(f"{name}: not read from a Tinker service; leave it out")
         return generation
 
     async def sample(self, generation: Generation) -> dict[str, Any]:
