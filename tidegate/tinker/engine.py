@@ -90,23 +90,21 @@ class TinkerEngine:
         """Parse a request. Raises RequestError that names the invalid or unsupported parameter."""
         generation = parse_generate(body, self.limits)
         params = generation.params
-        unsupported = {
-            "n": params.n != 1, "min_p": params.min_p > 0, "json_schema": params.grammar is not None,
-            "frequency_penalty": params.frequency_penalty, "presence_penalty": params.presence_penalty,
-            "repetition_penalty": params.repetition_penalty != 1,
-        }  # fmt: skip
-        for name, given in unsupported.items():
-            if given:
-                raise RequestError(f"{PARAMS}{name}: a Tinker service does not have it; leave it out")
-        others = {
+        unsupported: dict[str, object] = {
+            f"{PARAMS}n": params.n != 1,
+            f"{PARAMS}min_p": params.min_p,
+            f"{PARAMS}json_schema": params.grammar is not None,
+            f"{PARAMS}frequency_penalty": params.frequency_penalty,
+            f"{PARAMS}presence_penalty": params.presence_penalty,
+            f"{PARAMS}repetition_penalty": params.repetition_penalty != 1,
             "logprob_start_len": generation.logprob_start is not None,
             "top_logprobs_num": generation.top_logprobs,
             "return_routed_experts": generation.experts_start is not None,
             "lora_path": generation.adapter,
         }
-        for name, given in others.items():
+        for name, given in unsupported.items():
             if given:
-                raise RequestError(f"{name}: not read from a Tinker service; leave it out")
+                raise RequestError(f"{name}: tidegate tinker does not support it; leave it out")
         return generation
 
     async def sample(self, generation: Generation) -> dict[str, Any]:
