@@ -330,10 +330,15 @@ def publish_s(parameters: int, gpus: int, gpu: GPU) -> float:
     return max(gathered, size / NETWORK_BYTES_S) + calls * CALL_S
 
 
-def host_gb(parameters: int, gpus: int) -> float:
-    """Host memory of a machine whose ranks resume. Rank 0 reads the float32 model, and, if there are others,
-    maps the file with AdamW's moments; it sends shards of one tensor at a time. See `test_ranks.py`."""
-    return gpus * RANK_GB + (12 if gpus == 1 else 4) * parameters / 1e9
+def host_gb(parameters: int, gpus: int) -> tuple[float, float]:
+    """Host memory of a machine whose ranks resume, and of one whose ranks write a checkpoint.
+
+    Rank 0 reads the float32 model, and sends shards of one tensor at a time; a single rank reads AdamW's
+    moments, too, several read their shards of one tensor at a time. To write, rank 0 gathers the model, and
+    several ranks copy their moments. See `test_ranks.py`.
+    """
+    resume, save = (12, 4) if gpus == 1 else (4, 12)
+    return gpus * RANK_GB + resume * parameters / 1e9, gpus * RANK_GB + save * parameters / 1e9
 
 
 def predicted(name: str, gpus: int, run: Recorded) -> list[dict[str, Any]]:
@@ -360,7 +365,7 @@ def predicted(name: str, gpus: int, run: Recorded) -> list[dict[str, Any]]:
             "fits": run.peak < gpu.memory,
             "publish_s": (published := publish_s(run.parameters, gpus, gpu)),
             "publish_vs_bandwidth": published * NETWORK_BYTES_S / (2.0 * run.parameters),
-            "host_gb_resume": host_gb(run.parameters, gpus),
+            **dict(zip(("host_gb_resume", "host_gb_save"), host_gb(run.parameters, gpus), strict=True)),
         })  # fmt: skip
     return rows
 

@@ -1,6 +1,7 @@
-"""One rank that loads a model and resumes; prints its peak memory: `python -m tests.host_memory DIR RANK`.
+"""One rank that loads a model, resumes and saves: `python -m tests.host_memory DIR RANK`.
 
-Reads `model` and `trainer.pt` of the directory. Prints bytes beyond those before the model was loaded.
+Reads `model` and `trainer.pt` of the directory, and saves a checkpoint. Prints the peak of its memory after
+the model was loaded, after the resume and after the save, in bytes beyond those before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from tidegate.config import TrainerSettings
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.rank_main import RankInit
 
 
@@ -32,7 +34,9 @@ def main(directory: Path, rank: int) -> None:
     loaded = peak() - before
     policy.load_state_from(directory / "trainer.pt")
     policy.load_weights(directory / "model")
-    print(loaded, peak() - before, policy.steps)
+    resumed = peak() - before
+    checkpoints.save(directory, 1, policy, {})
+    print(loaded, resumed, peak() - before)
     dist.barrier()
     dist.destroy_process_group()
 

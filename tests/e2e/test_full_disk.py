@@ -38,12 +38,13 @@ def can_mount() -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs unshare with user and mount namespaces")
-def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_disk_loses_nothing(tmp_path: Path, ranks: int) -> None:
     disk, out = tmp_path / "disk", tmp_path / "out"
     disk.mkdir(), out.mkdir()
     environment = {
         **ENVIRONMENT, "DISK": str(disk), "OUT": str(out), "PYTHON": sys.executable, "CONFIG": str(DEMO),
-        "SMALL": " ".join(SMALL),
+        "SMALL": " ".join([*SMALL, f"--trainer.ranks={ranks}"]),
     }  # fmt: skip
     done = subprocess.run(
         ["unshare", "-rm", "bash", "-c", SCRIPT],

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import TrainProcess, gone, held, metrics, training
+from tests.e2e.runs import ENVIRONMENT, TrainProcess, gone, held, metrics, training
 from tidegate.errors import TrainingError
+from tidegate.failpoints import VARIABLE
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
 
 pytestmark = pytest.mark.slow
 TWO = "--trainer.ranks=2"
@@ -27,10 +29,20 @@ def other_rank(run: TrainProcess) -> int:
     return found[0]
 
 
-def test_two_ranks_train_and_the_run_resumes_with_one(tmp_path: Path) -> None:
+def test_two_ranks_train_through_a_kill_and_the_run_resumes_with_one(tmp_path: Path) -> None:
+    """The kill comes when all files of the second checkpoint are written, and before its marker is."""
     run_dir = tmp_path / "two"
-    with training(run_dir, "--trainer.steps=3", TWO, SENT) as run:
-        run.until_step(1)
+    two = ["--trainer.steps=3", "--trainer.checkpoint_every=1", TWO, SENT]
+    with training(run_dir, *two, environment={**ENVIRONMENT, VARIABLE: "checkpoint.marker.before:2"}) as run:
+        assert run.wait() == -signal.SIGKILL, run.output()
+    newest = checkpoints.latest(run_dir)
+    assert newest is not None
+    assert newest.step == 1
+    newest.verify()
+    assert (run_dir / "checkpoints" / "step_2" / "optimizer" / ".metadata").exists()
+    held(run_dir)
+    with training(run_dir, *two, "--resume") as run:
+        run.until_step(2)
         other = other_rank(run)
         assert run.wait() == 0, run.output()
         assert gone(other)

@@ -115,6 +115,7 @@ WEIGHTS = ["metrics.line.after:2", "checkpoint.weights.before", "checkpoint.weig
     [
         (EVERYWHERE, []),
         (WEIGHTS, ["--trainer.lora.rank=4", "--trainer.activation_checkpointing=true"]),
+        (["checkpoint.weights.before", "checkpoint.state.after"], ["--trainer.ranks=2"]),
     ],
 )
 def test_a_fine_tuning_killed_at_every_write_ends_with_the_same_weights(

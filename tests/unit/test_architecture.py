@@ -167,6 +167,7 @@ TORCH = {
     "trainer/publish/publisher",
     "trainer/checkpoint/checkpoint",
     "trainer/checkpoint/huggingface",
+    "trainer/checkpoint/shards",
     "trainer/publish/broadcast",
     "trainer/publish/version_writer",
     "trainer/distributed/fsdp",

@@ -219,6 +219,26 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     assert "each of 3 GPUs" in describe(settings)
 
 
+def test_the_host_memory_of_a_checkpoint_is_planned(tmp_path: Path) -> None:
+    shape = read_shape(BASE)
+
+    def plan(**trainer: object) -> list[tuple[str, int, str]]:
+        items = memory_plan(settings_of(BASE, tmp_path, trainer=trainer), shape)
+        return [
+            (item.device, item.size, item.how.rpartition(", ")[2])
+            for item in items
+            if item.what == "checkpoint"
+        ]
+
+    whole = 3 * FLOAT32 * shape.parameters
+    assert plan() == [], "it is written from the memory of the trainer"
+    assert plan(ranks=2) == [("cpu", whole, "while one is written")]
+    assert plan(ranks=2, device="cuda") == plan(ranks=2)
+    assert plan(device="cuda") == [("cpu", whole, "on --resume")]
+    ((_, adapted, _),) = plan(ranks=2, lora={"rank": 3})
+    assert adapted == 2 * FLOAT32 * (shape.parameters + shape.adapter(3, []))
+
+
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]])
 def test_an_adapter_is_counted_as_it_is(tmp_path: Path, targets: list[str]) -> None:
     settings = settings_of(BASE, tmp_path, trainer={"lora": {"rank": 3, "targets": targets}})
@@ -475,7 +495,7 @@ def test_engines_and_ranks_of_a_machine_are_planned_on_their_own_gpus(
     settings = settings_of(BASE, tmp_path, engine={"device": "cuda", "count": 2}, trainer={"device": "cuda"})
     for visible, devices in (("0", {"cuda"}), ("0,1,2", {"cuda", "cuda:1", "cuda:2"})):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert {item.device for item in memory_plan(settings, read_shape(BASE))} == devices
+        assert {item.device for item in memory_plan(settings, read_shape(BASE))} == {*devices, "cpu"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert any("need 1 + 2 × 1 GPUs" in fault for fault in obstacles(settings))
 

@@ -26,6 +26,8 @@ of a head, V the vocabulary, and b bytes a number (float32: 4, bfloat16: 2):
   gradient) in float32; on a GPU 2^28, twice.
 
 - program: Python, PyTorch and transformers, in a process on the CPU.
+- checkpoint: host memory. Several ranks write one beside their steps: 4 · P for the weights and 8 · P for
+  copies of the moments. A single rank on a GPU reads as much when it resumes.
 
 PyTorch needs about 0.5 GB per GPU in addition.
 """
@@ -282,7 +284,9 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
                 ),
                 *_program(device, "engine"),
             ]  # fmt: skip
-    return items + (_trainer_plan(trainer, shape) if trainer.backend == "own" else [])
+    if trainer.backend == "own":
+        items += [*_trainer_plan(trainer, shape), *_checkpoint_plan(trainer, shape)]
+    return items
 
 
 def _engine_devices(settings: Settings) -> list[str]:
@@ -358,6 +362,23 @@ def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
         ),
         *_program(device, "trainer", passes),
     ]  # fmt: skip
+
+
+def _checkpoint_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
+    """Returns the host memory of a machine that has all ranks, while a checkpoint is written or read.
+
+    Several ranks gather the weights (and merge an adapter into a copy) and copy their moments; a single one
+    on a GPU reads the weights and the moments. On the CPU it has all of them anyway.
+    """
+    if trainer.ranks == 1 and trainer.device == "cpu":
+        return []
+    number = shape.parameters
+    size, how = 3 * FLOAT32 * number, f"{number:,} parameters × 12 B"
+    if trainer.lora.rank:
+        beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
+        size, how = 2 * FLOAT32 * (number + beside), f"({number:,} + {beside:,}) × 8 B"
+    when = "while one is written" if trainer.ranks > 1 else "on --resume"
+    return [Item("cpu", "trainer", "checkpoint", f"{how}, {when}", size)]
 
 
 def _program(device: str, owner: str, processes: int = 1) -> list[Item]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -177,12 +177,14 @@ class Training:
             best=BestCheckpoint.open(self.dir), stop_rollout=self.rollout.stop, record=self.recorder.step,
             note=observer.note, stop=stop, result=result,
         )  # fmt: skip
+        self._writing: asyncio.Task[None] | None = None
+        """The newest checkpoint's writing."""
         self.loop = Loop(
             settings=settings.trainer, admission=self.admission, batches=self.batches, policy=policy,
             publisher=self.publisher, recorder=self.recorder,
-            checkpoint=self._checkpoint, evaluate=self._evaluate, credit=credit,
-            before_publish=self._before_publish, promotion=self.promotion, roll_back=self._roll_back,
-            requested=self._roll_back_requested, step=start.step, stop=stop,
+            checkpoint=partial(self._checkpoint, background=trainer.ranks > 1), evaluate=self._evaluate,
+            credit=credit, before_publish=self._before_publish, promotion=self.promotion,
+            roll_back=self._roll_back, requested=self._roll_back_requested, step=start.step, stop=stop,
         )  # fmt: skip
 
     async def _open(self, supervisor: TaskSupervisor) -> None:
@@ -213,6 +215,7 @@ class Training:
 
     async def run(self, supervisor: TaskSupervisor) -> None:
         """Train, then cancel running groups, record the end, and commit."""
+        self._supervisor = supervisor
         try:
             await self._open(supervisor)
             await supervisor.run(self._train(supervisor))
@@ -250,6 +253,7 @@ class Training:
             with contextlib.suppress(GatewayError):  # it may be the gateway that failed
                 text = f"{status} after step {step}" + (f", {why}" if why else "")
                 await self.gateway.end_run(self.admission.epoch, text)
+        await self._written()
         if self.loop.committable:
             try:
                 await self._checkpoint(step)
@@ -362,6 +366,7 @@ class Training:
     async def _roll_back(self) -> None:
         """Return to the checkpoint that the operator requested, and publish its weights as a new version."""
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
+        await self._written()
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
             action = "roll-back" if request is None else request.action
@@ -400,6 +405,7 @@ class Training:
 
         A cancellation waits for the loading, and no checkpoint is written after it or after a failure.
         """
+        await self._written()
         if step is None:
             step = self.promotion.live_step if self.promotion is not None else None
         checkpoint = checkpoints.read(checkpoints.committed(self.dir)[step or 0])
@@ -409,8 +415,13 @@ class Training:
         self.loop.committable = True
         return checkpoint
 
-    async def _checkpoint(self, step: int) -> None:
-        """Write a checkpoint, the commit point of all steps so far."""
+    async def _checkpoint(self, step: int, *, background: bool = False) -> None:
+        """Write a checkpoint, the commit point of all steps so far.
+
+        In the background it is written after this returns, and a failure ends the run. The policy is copied
+        before, and the previous checkpoint has been written.
+        """
+        await self._written()
         progress = self.admission.progress()
         state: dict[str, Any] = {
             "ledger": self.ledger.position,
@@ -422,13 +433,24 @@ class Training:
             "cursor": progress.cursor,
             "tickets": [asdict(ticket) for ticket in progress.tickets],
         }
-        protected = set()
         if self.promotion is not None:
             state["live_step"] = self.promotion.live_step
-            protected = {self.promotion.live_step or 0}
         await self.ledger.durable()
-        await asyncio.to_thread(checkpoints.save, self.dir, step, self.policy, state)
-        self.admission.commit()
+        stepped = self.admission.stepped()
+        write = await asyncio.to_thread(checkpoints.begin, self.dir, step, self.policy, state)
+        self._writing = self._supervisor.watch(self._write(write, stepped), f"checkpoint of step {step}")
+        if not background:
+            await self._writing
+
+    async def _written(self) -> None:
+        """Wait until the newest checkpoint is written or has failed, which ends the run."""
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+
+    async def _write(self, write: Callable[[], object], stepped: tuple[int, int]) -> None:
+        await asyncio.to_thread(write)
+        self.admission.commit(stepped)
+        protected = set() if self.promotion is None else {self.promotion.live_step or 0}
         # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
         used = (self.publisher.current[0], self.publisher.kept)
         if self.start.weights in used and self.start.checkpoint is not None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +25,11 @@ from tests.e2e.runs import REPO, gone
 from tests.ranked import train
 from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.errors import StartError, TrainingError
+from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.huggingface import write_merged
+from tidegate.trainer.distributed import fsdp
 from tidegate.trainer.distributed.rank_main import RankInit
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.policy import Policy
@@ -45,10 +50,10 @@ def settings(ranks: int, **more: Any) -> TrainerSettings:
 
 @asynccontextmanager
 async def opened(
-    base: Path, logs: Path, timeout_s: float = 60, **more: Any
+    base: Path, logs: Path, timeout_s: float = 60, count: int = 2, **more: Any
 ) -> AsyncIterator[tuple[Policy, RankProcesses]]:
-    """A policy on two ranks, rank 0 of which is this process."""
-    ranks = RankProcesses(settings(2, **more), rank_processes(2, logs), timeout_s=timeout_s)
+    """A policy on several ranks, rank 0 of which is this process."""
+    ranks = RankProcesses(settings(count, **more), rank_processes(count, logs), timeout_s=timeout_s)
     watching: list[asyncio.Task[None]] = []
 
     def watch(job: Coroutine[Any, Any, None], _: str) -> None:
@@ -139,34 +144,45 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
     assert found["validation_loss"] == pytest.approx(alone["validation_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {"lora": {"rank": 4}, "activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"count": 3, "lora": {"rank": 4}, "activation_checkpointing": True}], ids=["two", "three"]
+)
 async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     base: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """AdamW's moments, an adapter and all: written by two and gone on from by one, and the reverse."""
+    """AdamW's moments, an adapter and all: written by several ranks and gone on from by one, and the reverse.
+
+    Of the adapter's moments, with four rows, the last of three ranks has none.
+    """
     first, second, third = (make_rows(6, seed=number) for number in range(3))
-    alone = Policy.load(base, settings(1, learning_rate=1e-3, **more), seed=9)
+    fixed = {name: value for name, value in more.items() if name != "count"}
+    alone = Policy.load(base, settings(1, learning_rate=1e-3, **fixed), seed=9)
     sent: list[dict[str, torch.Tensor]] = []
     async with opened(base, tmp_path, learning_rate=1e-3, **more) as (lead, _):
 
-        def by_two() -> None:
+        def by_several() -> None:
             step(lead, first)
-            lead.save_weights(tmp_path / "two")
-            lead.save_state(tmp_path / "two.pt")
+            write = checkpoints.begin(tmp_path, 1, lead, {})
+            step(lead, second)  # what is written is the policy before this step
+            write()
 
-        await asyncio.to_thread(by_two)
-        alone.load_state_from(tmp_path / "two.pt")
-        alone.load_weights(tmp_path / "two")
-        assert (tmp_path / "two" / "tokenizer.json").exists()
+        await asyncio.to_thread(by_several)
+        saved = checkpoints.latest(tmp_path)
+        assert saved is not None
+        saved.verify()
+        files = {name: (saved.path / name).stat().st_size for name in saved.files or ()}
+        assert {"tokenizer.json", "optimizer/.metadata", "optimizer/__1_0.distcp"} <= files.keys()
+        assert files["trainer.pt"] < files["model.safetensors"], "it has no moments"
+        checkpoints.load(saved, alone)
         step(alone, second)
-        alone.save_weights(tmp_path / "one")
-        alone.save_state(tmp_path / "one.pt")
+        one = checkpoints.read(checkpoints.save(tmp_path, 2, alone, {}))
 
         def go_on() -> None:
-            step(lead, second)  # by itself
             lead.save_weights(tmp_path / "two")
-            lead.load_state_from(tmp_path / "one.pt")
-            lead.load_weights(tmp_path / "one")
+            checkpoints.load(saved, lead)
+            step(lead, second)
+            lead.save_weights(tmp_path / "again")
+            checkpoints.load(one, lead)
             step(lead, third)
             next(lead.weight_buckets(10_000))  # and the rest is nobody's: the ranks stay in step
             sent.extend(lead.weight_buckets(10_000))
@@ -182,10 +198,75 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     assert len(sent) > 2
     assert [name for bucket in sent for name in bucket] == list(three), "each once"
     assert all(torch.equal(one, three[name]) for bucket in sent for name, one in bucket.items())
-    assert apart(parameters(tmp_path / "two"), parameters(tmp_path / "one")) <= 1e-6
+    assert apart(parameters(tmp_path / "two"), parameters(one.path)) <= 1e-6
+    assert apart(parameters(tmp_path / "again"), parameters(tmp_path / "two")) == 0
     step(alone, third)
     assert apart(parameters(tmp_path / "three"), alone.weights()) <= 1e-6
-    assert apart(parameters(tmp_path / "three"), parameters(tmp_path / "one")) > 1e-4
+    assert apart(parameters(tmp_path / "three"), parameters(one.path)) > 1e-4
+    (saved.path / "optimizer" / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step_1/trainer.pt is not .*rank 0: No such file.*__1_0"):
+        checkpoints.load(saved, alone)
+
+
+async def test_a_rank_killed_while_it_writes_ends_the_run_by_name_and_leaves_the_last_checkpoint(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 writes into a pipe that nobody reads. Steps and publishes go on meanwhile."""
+
+    def prepare(directory: Path, **_: object) -> None:
+        directory.mkdir(parents=True)
+        os.mkfifo(directory / "__1_0.distcp")
+
+    async with opened(base, tmp_path, learning_rate=1e-3) as (lead, ranks):
+
+        def save_and_go_on() -> Callable[[], Path]:
+            step(lead, make_rows(5))
+            checkpoints.save(tmp_path, 1, lead, {})
+            monkeypatch.setattr(fsdp, "shutil", SimpleNamespace(rmtree=prepare))
+            write = checkpoints.begin(tmp_path, 2, lead, {})
+            step(lead, make_rows(5))
+            lead.save_weights(tmp_path / "published")
+            return write
+
+        write = await asyncio.to_thread(save_and_go_on)
+        process = ranks.processes[0]._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(TrainingError, match=r"trainer rank 1 was killed by SIGKILL.*--resume"):
+            await asyncio.wait_for(asyncio.to_thread(write), 30)
+    newest = checkpoints.latest(tmp_path)
+    assert newest is not None
+    assert newest.step == 1
+    assert checkpoints.prune(tmp_path, keep=1) == [tmp_path / "checkpoints" / ".step_2.optimizer"]
+
+
+async def test_a_rank_that_cannot_write_is_named_and_training_can_go_on(base: Path, tmp_path: Path) -> None:
+    """A file that may not grow, as on a full disk, and one that rank 0 does not see."""
+    async with opened(base, tmp_path, learning_rate=1e-3) as (lead, ranks):
+        process = ranks.processes[0]._process
+        assert process is not None
+        _, largest = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+
+        def with_files_of(most: int) -> None:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (most, largest))
+            checkpoints.save(tmp_path, 1, lead, {})
+
+        await asyncio.to_thread(step, lead, make_rows(5))
+        with pytest.raises(CheckpointError, match=r"step_1 cannot be written: .*rank 1: File too large"):
+            await asyncio.to_thread(with_files_of, 20_000)
+        assert list((tmp_path / "checkpoints").iterdir()) == []
+        await asyncio.to_thread(with_files_of, largest)
+
+        def to_another_disk() -> None:
+            write = checkpoints.begin(tmp_path, 2, lead, {})
+            assert isinstance(write, partial)
+            write.args[2].wait()
+            (tmp_path / "checkpoints" / ".step_2.optimizer" / "__1_0.distcp").unlink()
+            write()
+
+        with pytest.raises(CheckpointError, match=r"step_2.*all ranks must share.*__1_0.distcp"):
+            await asyncio.to_thread(to_another_disk)
+        assert (await asyncio.to_thread(step, lead, make_rows(5)))["skipped"] == 0
 
 
 async def test_a_step_that_is_not_finite_is_skipped_by_all_ranks(base: Path, tmp_path: Path) -> None:
@@ -254,6 +335,8 @@ def test_a_rank_loads_its_own_shard_only(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-    (_, _, _), (loaded, resumed, _) = (map(int, one.split()[-3:]) for one in told)
+    (_, _, lead), (loaded, resumed, saved) = (map(int, one.split()[-3:]) for one in told)
     assert loaded < 0.8 * size, "its half of the weights, and the largest tensor"
     assert resumed < 1.9 * size, "its half of weights and both moments"
+    assert saved < 2.9 * size, "and a copy of its moments"
+    assert lead < 4 * size, "and the weights, but not all moments"

@@ -32,7 +32,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(checkpoints, "committed", lambda run_dir: {3: tmp_path})
     monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
     loop, live = SimpleNamespace(committable=True), SimpleNamespace(live_step=3)
-    return SimpleNamespace(dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans())
+    return SimpleNamespace(
+        dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans(), _written=AsyncMock()
+    )  # fmt: skip
 
 
 async def test_a_cancelled_return_to_a_checkpoint_ends_with_its_loading_and_commits_nothing(
@@ -93,6 +95,61 @@ async def test_a_roll_back_whose_publish_fails_does_not_commit_a_checkpoint_with
 
 
 FULL = "the disk is full"
+
+
+@pytest.fixture
+def saving(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a checkpoint reads of a run with 4 stepped groups, whose writing waits for `release`.
+
+    It fails with `error`, if that is set.
+    """
+    run.release, run.error, run.pruned = threading.Event(), None, []
+    run.admission = MagicMock(epoch=1, version=3)
+    run.admission.progress.return_value = SimpleNamespace(cursor=0, tickets=[])
+    run.admission.stepped.return_value = (4, 16)
+    run.ledger = SimpleNamespace(position=9, checksum=1, durable=AsyncMock())
+    run.promotion, run.publisher, run.start = None, MagicMock(), SimpleNamespace(weights=None)
+    run.settings = SimpleNamespace(trainer=SimpleNamespace(keep_checkpoints=2))
+
+    def write() -> None:
+        assert run.release.wait(30)
+        if run.error is not None:
+            raise run.error
+
+    monkeypatch.setattr(checkpoints, "begin", lambda *_: write)
+    monkeypatch.setattr(checkpoints, "prune", lambda *arguments: run.pruned.append(arguments))
+    run._writing, run._supervisor = None, TaskSupervisor()
+    for name in ("_checkpoint", "_written", "_write"):
+        setattr(run, name, partial(getattr(Training, name), run))
+    return run
+
+
+async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(saving: Any) -> None:
+    await saving._checkpoint(3, background=True)
+    saving.admission.stepped.return_value = (8, 32)  # another step
+    following = asyncio.create_task(saving._checkpoint(4))
+    await asyncio.wait([following], timeout=0.1)
+    saving.admission.commit.assert_not_called()
+    assert saving.ledger.durable.await_count == 1
+    saving.admission.stepped.return_value = (4, 16)
+    saving.release.set()
+    await following
+    assert [call.args for call in saving.admission.commit.call_args_list] == [((4, 16),)] * 2
+    assert len(saving.pruned) == 2
+
+
+async def test_a_checkpoint_that_fails_in_the_background_ends_the_run(saving: Any) -> None:
+    saving.error = CheckpointError(FULL)
+    saving.release.set()
+
+    async def train() -> None:
+        await saving._checkpoint(3, background=True)
+        await asyncio.sleep(30)
+
+    with pytest.raises(CheckpointError, match=FULL):
+        await saving._supervisor.run(train())
+    saving.admission.commit.assert_not_called()
+    await saving._written()  # the end of the run waits, and writes its own
 
 
 @pytest.fixture

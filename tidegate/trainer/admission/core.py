@@ -385,9 +385,16 @@ class Admission:
         self.versions.mark_live(version)
         self._in_flight.remove_unpublished()
 
-    def commit(self) -> None:
-        """Count `stepped` groups as `trained`, as a checkpoint's marker was written."""
-        self._in_flight.commit()
+    def stepped(self) -> tuple[int, int]:
+        """Return the number of groups and of attempts that are `stepped`."""
+        return self.group_counts[State.STEPPED], self.attempt_counts[State.STEPPED]
+
+    def commit(self, stepped: tuple[int, int] | None = None) -> None:
+        """Count `stepped` groups as `trained`, as a checkpoint's marker was written.
+
+        `stepped` has the numbers when the checkpoint began; by default all are counted.
+        """
+        self._in_flight.commit(stepped or self.stepped())
 
     # ------------------------------------------------------------------ resuming
 

@@ -139,10 +139,11 @@ class GroupsInFlight:
         for group_id in [g.id for g in self.by_id.values() if g.phase is Phase.UNPUBLISHED]:
             del self.by_id[group_id]
 
-    def commit(self) -> None:
-        """Count `stepped` groups as `trained`, as a checkpoint's marker was written."""
-        for counts in (self.group_counts, self.attempt_counts):
-            counts[State.TRAINED] += counts.pop(State.STEPPED, 0)
+    def commit(self, stepped: tuple[int, int]) -> None:
+        """Count so many `stepped` groups and attempts as `trained`."""
+        for counts, number in zip((self.group_counts, self.attempt_counts), stepped, strict=True):
+            counts[State.TRAINED] += number
+            counts[State.STEPPED] -= number
 
     def resume(self, group: GroupState) -> None:
         """Add a group of an earlier epoch, which the ledger has already."""

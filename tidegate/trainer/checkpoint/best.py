@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tidegate import failpoints
 from tidegate.errors import CheckpointError
-from tidegate.trainer.checkpoint.checkpoint import MARKER, TRAINER_STATE, sync_tree
+from tidegate.trainer.checkpoint.checkpoint import MARKER, OPTIMIZER, TRAINER_STATE, sync_tree
 from tidegate.weights import delta_files
 from tidegate.weights.files import is_adapter
 
@@ -55,7 +55,7 @@ class BestCheckpoint:
         shutil.rmtree(place, ignore_errors=True)
         try:
             with failpoints.around("best.copied"):
-                ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, RECORD)
+                ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, OPTIMIZER, RECORD)
                 if delta_files.is_delta(weights):
                     delta_files.materialise(weights, place)
                 elif is_adapter(weights):

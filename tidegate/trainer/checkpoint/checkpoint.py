@@ -1,10 +1,10 @@
 """Checkpoints: the state from which a run resumes, committed by a marker file that is written last.
 
-`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, adapter)
-and the marker `COMMITTED`, a JSON object: `step`, the run's state (ledger position, version, data cursor),
-`files` (checksum of each file) and `checksum` (of the marker itself). All files are synced before the marker
-is renamed into place. A directory without a marker was left by a killed process: it is ignored, and `prune`
-removes it.
+`checkpoints/step_N/` holds the model in Hugging Face format, `trainer.pt` (optimiser, generators, adapter),
+with several ranks `optimizer/` (shards of the optimiser's moments), and the marker `COMMITTED`, a JSON
+object: `step`, the run's state (ledger position, version, data cursor), `files` (checksum of each file) and
+`checksum` (of the marker itself). All files are synced before the marker is renamed into place. A directory
+without a marker was left by a killed process: it is ignored, and `prune` removes it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,14 +27,21 @@ from tidegate.weights import checksum
 
 MARKER = "COMMITTED"
 TRAINER_STATE = "trainer.pt"
+OPTIMIZER = "optimizer"
 _STEP = re.compile(r"step_(\d+)")
 
 
-class Restorable(Protocol):
-    """Model and trainer state that can be checkpointed: a `Policy`."""
+class Storable(Protocol):
+    """Model and trainer state that can be written."""
 
     def save_weights(self, directory: Path) -> Path: ...
     def save_state(self, path: Path) -> None: ...
+
+
+class Restorable(Storable, Protocol):
+    """Model and trainer state that can be checkpointed: a `Policy`."""
+
+    def staged(self, directory: Path) -> Storable: ...
     def load_weights(self, directory: Path) -> None: ...
     def load_state_from(self, path: Path) -> None: ...
 
@@ -67,26 +75,38 @@ def save(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) ->
     Raises CheckpointError if it cannot be written, as on a full disk; the incomplete files are removed and
     older checkpoints are kept.
     """
+    return begin(run_dir, step, policy, state)()
+
+
+def begin(run_dir: Path, step: int, policy: Restorable, state: dict[str, Any]) -> Callable[[], Path]:
+    """Do the part of `save` that reads the policy, and return the function that does the rest.
+
+    With several ranks the policy may change before that function is called. One rank copies nothing.
+    """
     path = _directory(run_dir) / f"step_{step}"
     is_committed = (path / MARKER).exists()
+    source = policy if is_committed else policy.staged(path)
+    return partial(_write, path, step, source, state, is_committed=is_committed)
+
+
+def _write(path: Path, step: int, source: Storable, state: dict[str, Any], *, is_committed: bool) -> Path:
     files = read(path).files if is_committed else None
     try:
         if not is_committed:
             with failpoints.around("checkpoint.weights"):
-                policy.save_weights(path)
+                source.save_weights(path)
             with failpoints.around("checkpoint.state"):
-                policy.save_state(path / TRAINER_STATE)
+                source.save_state(path / TRAINER_STATE)
             sync_tree(path)
             sync(path.parent)
         if files is None:
-            files = {
-                file.name: checksum.of_file(file) for file in sorted(path.iterdir()) if file.name[0] != "."
-            }
-            files.pop(MARKER, None)
+            found = [file for file in sorted(path.rglob("*")) if file.is_file() and MARKER not in file.name]
+            files = {str(file.relative_to(path)): checksum.of_file(file) for file in found}
         _commit(path / MARKER, _marker({**state, "step": step}, files))
     except OSError as error:
         if not is_committed:
-            shutil.rmtree(path, ignore_errors=True)
+            for left in (path, *path.parent.glob(f".{path.name}.*")):
+                shutil.rmtree(left, ignore_errors=True)
         raise CheckpointError(_write_error_message(path, error)) from error
     return path
 

@@ -1,15 +1,18 @@
 """Ranks of a policy whose parameters, gradients and optimiser state are sharded by FSDP2.
 
 Every rank receives the same calls, each with its own share of the rows, and reduces the sums, so that all
-ranks take the same decisions. Checkpoints are gathered before they are written and equal those of a
-single process, so that a run can resume with another number of ranks.
+ranks take the same decisions. The weights of a checkpoint are gathered before they are written and equal
+those of a single process; of the optimiser's moments each rank writes its shards. A run can resume with
+another number of ranks.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +31,7 @@ from tidegate.errors import StartError
 from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare, split_share
+from tidegate.trainer.checkpoint import shards
 from tidegate.trainer.checkpoint.huggingface import empty_model, read_model
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.head import TokenLogprobs
@@ -44,17 +48,26 @@ class FSDPRanks(Ranks):
     Args:
         settings: the `[trainer]` settings.
         call: context in which rank 0 calls a method of the policy, which makes the other ranks call it.
+        translate: context that translates the errors of lost connections.
     """
 
     def __init__(
         self,
         settings: TrainerSettings,
         call: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
+        translate: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(settings)
         self.rank = dist.get_rank()
         self.count = dist.get_world_size()
-        self._call = call
+        self._call, self._translate = call, translate
+
+    @cached_property
+    def _writers(self) -> dist.ProcessGroup:
+        """A group for checkpoints alone, over gloo: they are written beside other collective operations."""
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
     def call(self, method: str, *arguments: object, **options: object) -> AbstractContextManager[None]:
         return self._call(method, *arguments, **options)
@@ -153,6 +166,21 @@ class FSDPRanks(Ranks):
         full = full.contiguous()
         dist.broadcast(full, 0)
         return full
+
+    def begin_save(self, tensors: dict[str, Tensor], directory: Path) -> Callable[[], None]:
+        if not tensors:
+            return super().begin_save(tensors, directory)
+        self.agree(lambda: shutil.rmtree(directory, ignore_errors=True))
+        written = shards.begin_save(tensors, directory, self._writers)
+
+        def wait() -> None:
+            with self._translate():
+                written()
+
+        return wait
+
+    def load_shards(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        shards.load(tensors, directory, self._writers)
 
     def sum(self, value: Tensor) -> float:
         if isinstance(value, DTensor):

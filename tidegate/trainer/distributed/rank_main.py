@@ -44,10 +44,11 @@ class RankInit:
         rank: int,
         store: dist.Store | None = None,
         call: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
+        translate: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Policy:
         """Join the process group and load this rank's shards; raises StartError.
 
-        `call` is the context in which rank 0 calls a method of the policy, which makes the others call it.
+        `call` and `translate` are those of `FSDPRanks`.
         """
         ranks = self.settings.ranks
         store = store or dist.TCPStore(*self.address, ranks, timeout=timedelta(seconds=JOIN_S))
@@ -59,7 +60,8 @@ class RankInit:
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        return Policy.load(self.model, self.settings, self.seed, FSDPRanks(self.settings, call))
+        own = FSDPRanks(self.settings, call, translate)
+        return Policy.load(self.model, self.settings, self.seed, own)
 
 
 def execute(commands: BinaryIO) -> None:

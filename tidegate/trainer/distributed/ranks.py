@@ -69,7 +69,7 @@ class RankProcesses:
         with self._translate_errors():
             for process in self.processes:
                 process.send((process.rank, init))
-            return init.join(0, store, self.collective)
+            return init.join(0, store, self.collective, self._translate_errors)
 
     async def _watch(self, process: RankProcess) -> None:
         how = await process.wait_for_exit()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -28,6 +29,7 @@ from tidegate.trainer.batch.rows import (
     minibatches,
 )
 from tidegate.trainer.batch.share import RankShare
+from tidegate.trainer.checkpoint.checkpoint import OPTIMIZER, Storable
 from tidegate.trainer.checkpoint.huggingface import (
     as_in_files,
     cast,
@@ -35,6 +37,7 @@ from tidegate.trainer.checkpoint.huggingface import (
     tokenizer_files,
     write_model,
 )
+from tidegate.trainer.checkpoint.shards import raise_hidden_os_error
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
@@ -57,6 +60,36 @@ class _PendingBatch:
     steps: list[GradientStep] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedPolicy:
+    """A checkpoint of a policy on several ranks, between two of its steps.
+
+    Attributes:
+        model: The model, for its config and names; its values change meanwhile.
+        values: The weights, gathered; empty except on rank 0.
+        state: `trainer.pt`.
+        shards: Where the ranks write the optimiser's moments; None before the first step, without any.
+        wait: Waits until they have written.
+    """
+
+    model: Any
+    tokenizer: Mapping[str, bytes]
+    values: dict[str, Tensor]
+    state: io.BytesIO
+    shards: Path | None
+    wait: Callable[[], None]
+
+    def save_weights(self, directory: Path) -> Path:
+        self.wait()  # first: if this fails, no rank writes any more
+        write_model(directory, self.model, self.values, self.tokenizer, durable=False)
+        return directory
+
+    def save_state(self, path: Path) -> None:
+        path.write_bytes(self.state.getbuffer())
+        if self.shards is not None:
+            self.shards.rename(path.with_name(OPTIMIZER))
 
 
 def collective(
@@ -364,26 +397,50 @@ class Policy:
             tensor.copy_(self.ranks.shard(values[name], tensor))
         self._forward.refresh()
 
-    def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs besides the weights, gathered on rank 0.
+    @collective
+    def staged(self, directory: Path) -> Storable:
+        """Return what a checkpoint in `directory` holds, for writing while the policy changes.
 
-        It holds the optimiser, the step count, the random generators, and the adapter, which merged weights
-        do not determine.
+        The weights, gathered, and the state are copied; each rank begins to write its shards of the
+        optimiser's moments beside `directory`. A single rank copies nothing and returns itself.
+        """
+        if self.ranks.count == 1:
+            return self
+        shards = directory.with_name(f".{directory.name}.{OPTIMIZER}")
+        values = cast(self._base_tensors(self.model.state_dict(keep_vars=True)), "float32")
+        state, copied = self.state(), io.BytesIO()
+        moments = {
+            f"{index}.{name}": of_parameter.pop(name)
+            for index, of_parameter in state["optimizer"]["state"].items()
+            for name in [name for name, value in of_parameter.items() if value.ndim]  # not the step count
+        }
+        torch.save({**state, "sharded": list(moments)}, copied)
+        written = self.ranks.begin_save(moments, shards)
+        beside = shards if moments else None
+        return _StagedPolicy(self.model, self._tokenizer, values, copied, beside, written)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs besides the weights.
+
+        It holds the optimiser, whose moments stay sharded, the step count, the random generators, and the
+        adapter, which merged weights do not determine and which is gathered on rank 0.
         """
         optimizer = self._optimizer.state_dict()
-        optimizer["state"] = {
-            index: self.ranks.gather(moments) for index, moments in optimizer["state"].items()
-        }
+        optimizer["state"] = {index: dict(moments) for index, moments in optimizer["state"].items()}
         cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         state = {"optimizer": optimizer, "steps": self.steps, "rng": torch.get_rng_state(), "rng_cuda": cuda}
         if self._adapter is not None:
             state["adapter"] = self.ranks.gather(self._adapter.parameters(self.model))
         return state
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], shards: Path) -> None:
         """Restore a state that `state` returned; `load_weights` loads the weights.
 
-        Raises ValueError or RuntimeError if the state's adapter does not fit this one.
+        `shards` is the directory of the tensors that `staged` took out of it.
+
+        Raises:
+            ValueError, RuntimeError: if the state's adapter does not fit this one.
+            OSError: if the shards do not, or cannot be read.
         """
         if ("adapter" in state) != (self._adapter is not None):
             raise ValueError("trainer.lora.rank was switched on or off, which a resumed run does not allow")
@@ -394,30 +451,33 @@ class Policy:
             index: {name: self.ranks.shard(value, parameters[index]) for name, value in tensors.items()}
             for index, tensors in state["optimizer"]["state"].items()
         }
+        sharded = {
+            key: torch.empty_like(parameters[int(key.partition(".")[0])], requires_grad=False)
+            for key in state.get("sharded", ())
+        }
+        if sharded:
+            self.ranks.load_shards(sharded, shards)
+        for key, value in sharded.items():
+            index, _, name = key.partition(".")
+            moments[int(index)][name] = value
         self._optimizer.load_state_dict({**state["optimizer"], "state": moments})
         self.steps = state["steps"]
         torch.set_rng_state(state["rng"].cpu())
         if state["rng_cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
 
-    @collective
     def save_state(self, path: Path) -> None:
-        """Write `state` to a file; raises OSError."""
-        state = self.state()
-        if self.ranks.rank != 0:
-            return
+        """Write `state` of a single rank to a file; raises OSError."""
         try:
             with path.open("wb") as file:
-                torch.save(state, file)
+                torch.save(self.state(), file)
         except RuntimeError as error:
-            # torch hides a failed write's OSError behind its own error.
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+            raise_hidden_os_error(error)
             raise
 
     @collective
     def load_state_from(self, path: Path) -> None:
-        """Restore a state that `save_state` wrote; raises CheckpointError."""
+        """Restore a state that any number of ranks wrote; raises CheckpointError."""
 
         def read() -> dict[str, Any]:
             state: dict[str, Any] = torch.load(
@@ -426,8 +486,8 @@ class Policy:
             return state
 
         try:
-            self.load_state(self.ranks.outline(read))
-        except (OSError, RuntimeError, ValueError, KeyError, UnpicklingError) as error:
+            self.load_state(self.ranks.outline(read), path.with_name(OPTIMIZER))
+        except (OSError, RuntimeError, ValueError, LookupError, UnpicklingError) as error:
             raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
 
     def _on_shares(

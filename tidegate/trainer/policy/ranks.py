@@ -15,6 +15,7 @@ from tidegate.devices import find_device
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.microbatch import PrefixBatch, prefix_batches
 from tidegate.trainer.batch.share import RankShare
+from tidegate.trainer.checkpoint import shards
 from tidegate.trainer.checkpoint.huggingface import read_model
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
@@ -101,6 +102,18 @@ class Ranks:
         The other ranks have it on the meta device, or, if it is small, as rank 0 has it.
         """
         return full
+
+    def begin_save(self, tensors: dict[str, Tensor], directory: Path) -> Callable[[], None]:
+        """Copy sharded tensors, and write the copies in threads; a single rank has none.
+
+        Returns:
+            Waits until all ranks have written. It raises OSError, or TrainingError if a rank has exited.
+        """
+        return lambda: None
+
+    def load_shards(self, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Read what `begin_save` wrote into tensors with the layout of these ranks; raises OSError."""
+        shards.load(tensors, directory, None)
 
     def sum(self, value: Tensor) -> float:
         """Sum a scalar over all ranks."""
