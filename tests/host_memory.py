@@ -1,13 +1,15 @@
 """One rank that loads a model, resumes and saves: `python -m tests.host_memory DIR RANK`.
 
 Reads `model` and `trainer.pt` of the directory, and saves a checkpoint. Prints the peak of its memory after
-the model was loaded, after the resume and after the save, in bytes beyond those before.
+the model was loaded and after the resume, and its own memory when the checkpoint is copied, in bytes beyond
+those before.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,11 +19,14 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.rank_main import RankInit
 
 
-def peak() -> int:
+def memory(name: str) -> int:
     """Bytes; `getrusage` would count the process that started this one, too."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) * 1024
+
+
+peak = partial(memory, "VmHWM")
 
 
 def main(directory: Path, rank: int) -> None:
@@ -29,14 +34,16 @@ def main(directory: Path, rank: int) -> None:
     init = RankInit(TrainerSettings(ranks=2, learning_rate=1e-3), directory / "model", 0, ("", 0), 60)
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - code takes memory, too
 
-    before = peak()
+    before, own = peak(), memory("RssAnon")
     policy = init.join(rank, store)
     loaded = peak() - before
     policy.load_state_from(directory / "trainer.pt")
     policy.load_weights(directory / "model")
     resumed = peak() - before
-    checkpoints.save(directory, 1, policy, {})
-    print(loaded, resumed, peak() - before)
+    write = checkpoints.begin(directory, 1, policy, {})
+    print(loaded, resumed, memory("RssAnon") - own)
+    if rank == 0:
+        write()
     dist.barrier()
     dist.destroy_process_group()
 

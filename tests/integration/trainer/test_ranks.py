@@ -339,4 +339,4 @@ def test_a_rank_loads_its_own_shard_only(tmp_path: Path) -> None:
     assert loaded < 0.8 * size, "its half of the weights, and the largest tensor"
     assert resumed < 1.9 * size, "its half of weights and both moments"
     assert saved < 2.9 * size, "and a copy of its moments"
-    assert lead < 4 * size, "and the weights, but not all moments"
+    assert lead < 3.9 * size, "and the weights, but not all moments"
