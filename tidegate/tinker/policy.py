@@ -276,6 +276,9 @@ class TinkerPolicy:
     ) -> Generator[dict[str, Any], None, None]:
         yield from ()
 
+    def staged(self, directory: Path) -> TinkerPolicy:
+        return self
+
     def save_state(self, path: Path) -> None:
         """Write the path of the state at the service, and the number of steps. Raises OSError."""
         if self._state is None:
