@@ -12,9 +12,9 @@ also by several processes with different seeds.
     python benchmarks/staleness.py [--json] [--demo arithmetic|search] [--losses dapo dppo:divergence=kl]
                                    [--staleness 0 2 8] [--seeds 0 1 2] [--tokens 24000] [--out DIR]
 
-A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`, or `top_p`, with which
-batches are sampled; `replay=false` then leaves out the kept ids. `--losses` without values lists the default
-ones.
+A loss is a name, or NAME:SETTING=VALUE,… with settings of the loss or of `[trainer]`, or of the sampling of
+batches: `top_p`, whose kept ids `replay=false` leaves out, and `quantize`.
+`--losses` without values lists the default ones.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tidegate.agents.search_tools import tool_definitions
 from tidegate.agents.solver import TOOLS
 from tidegate.config import TrainerSettings
+from tidegate.engine.model.rounding import use_rounding
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
 from tidegate.envs.search.search_qa import SearchQA
@@ -60,7 +61,7 @@ DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
 HELD_OUT = 200
 FIGURES = ("ess", "clip_fraction", "lag_kl", "entropy")
-SAMPLED = ("top_p", "replay")
+SAMPLED = ("top_p", "replay", "quantize")
 Weights = dict[str, torch.Tensor]
 
 
@@ -81,10 +82,10 @@ def settings_of(loss: str) -> TrainerSettings:
     return TrainerSettings(**settings)
 
 
-def sampling_of(loss: str) -> tuple[float, bool]:
-    """Returns top-p, and whether its kept ids are recorded."""
+def sampling_of(loss: str) -> tuple[float, bool, str | None]:
+    """Returns top-p, whether its kept ids are recorded, and the type to which sampling rounds weights."""
     options = dict(option.split("=") for option in loss.partition(":")[2].split(",") if option)
-    return float(options.get("top_p", 1.0)), options.get("replay") != "false"
+    return float(options.get("top_p", 1.0)), options.get("replay") != "false", options.get("quantize")
 
 
 def loss_name(text: str) -> str:
@@ -154,12 +155,16 @@ class Cell:
 class Sampler:
     """Runs the agent's loop over batches, without a gateway."""
 
-    def __init__(self, demo: str, top_p: float = 1.0, replay: bool = True) -> None:
+    def __init__(
+        self, demo: str, top_p: float = 1.0, replay: bool = True, quantize: str | None = None
+    ) -> None:
         self.demo = DEMOS[demo]()
         self.top_p, self.replay = top_p, replay
         self.environment = self.demo.environment
         self.tokenizer = AutoTokenizer.from_pretrained(self.demo.base)
         self.model = AutoModelForCausalLM.from_pretrained(self.demo.base, dtype=torch.float32)
+        if quantize is not None:
+            use_rounding(self.model, quantize)
 
     def groups(self, step: int, weights: Weights, version: int) -> list[Group]:
         """A batch of groups on the training tasks of this step."""
@@ -375,7 +380,9 @@ def checks_of(
     ]
     errors: dict[bool, list[float]] = {}
     for cell, found in cells.items():
-        errors.setdefault(sampling_of(cell.loss)[1], []).append(found["logprob_max_error"])
+        _, replay, quantize = sampling_of(cell.loss)
+        if quantize is None:
+            errors.setdefault(replay, []).append(found["logprob_max_error"])
     checks = [
         Check("staleness_is_the_bound", max(map(abs, reached), default=0.0), "==", 0.0),
         Check("logprob_max_error", max(errors.get(True, [0.0])), "<=", 1e-3),

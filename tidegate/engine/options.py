@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 
@@ -11,7 +11,7 @@ class EngineOptions:
     """Options of one embedded engine.
 
     `weight_version` labels the weights at start. `prefix_cache_mb` is the size of the prefix
-    cache; 0 disables it.
+    cache; 0 disables it. `quantize` is the type to which weights are rounded for sampling (`rounding`).
     """
 
     model: Path
@@ -22,3 +22,5 @@ class EngineOptions:
     max_context: int = 1024
     prefix_cache_mb: int = 256
     weight_version: int = 0
+    _: KW_ONLY
+    quantize: str | None = None

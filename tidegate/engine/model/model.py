@@ -24,6 +24,7 @@ from transformers.utils import logging as hf_logging
 from tidegate.devices import find_device, free_memory
 from tidegate.engine.model.adapters import Adapters
 from tidegate.engine.model.kv_cache import VIEW_STEP, SlotCache, round_up
+from tidegate.engine.model.rounding import use_rounding
 from tidegate.engine.model.sampling import sample, upload
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import SamplingParams
@@ -261,6 +262,8 @@ def load_model(options: EngineOptions) -> Model:
     hf_model.requires_grad_(False).eval().to(device)
     model = Model(hf_model, options.max_slots, options.max_context)
     model.base = options.model
+    if options.quantize is not None:
+        use_rounding(hf_model, options.quantize)
     check_cached_logits(model, options.model)
     model.cache_experts()
     return model

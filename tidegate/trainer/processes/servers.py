@@ -148,8 +148,9 @@ def engine_server(
 
 
 def teacher_server(settings: Settings, name: str, model: Path, directory: Path) -> Service:
-    """Create the engine of a teacher, an embedded engine with the settings of the run's own."""
-    arguments = engine_arguments(settings, lambda: (model, 0))
+    """Create the engine of a teacher: embedded, with the settings of the run's own, but exact weights."""
+    exact = settings.engine.model_copy(update={"quantize": None})
+    arguments = engine_arguments(settings.model_copy(update={"engine": exact}), lambda: (model, 0))
     return Service("engine", lambda: arguments, directory, name=name, secrets={"key": engine_key()})
 
 
