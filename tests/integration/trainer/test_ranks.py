@@ -17,13 +17,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.e2e.runs import REPO, gone
 from tests.ranked import train
-from tests.unit.trainer.learning_fixtures import make_model, make_rows
+from tests.tiny import make_tiny_model
+from tests.unit.trainer.learning_fixtures import VOCABULARY, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
 from tidegate.trainer.batch.rows import TrainingSequence
@@ -102,6 +104,39 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
     variants = VARIANTS | {"fixed policies": fixed}
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number % 3, seed=number)) for number in range(20)]
+    found, alone = trained(base, tmp_path, variants, batches)
+    rounded = found.pop("bfloat16")
+    for name in found:
+        are_the_same(found[name], alone[name])
+    for one in (rounded, alone["bfloat16"]):
+        assert 1e-4 < apart(one["gradients"], alone["truncated"]["gradients"]) < 0.03
+        assert 1e-4 < apart(one["parameters"], alone["truncated"]["parameters"]) < 0.01
+        assert {tensor.dtype for tensor in one["parameters"].values()} == {torch.float32}
+
+
+def test_two_ranks_replay_experts_as_one_does(tmp_path: Path) -> None:
+    """Experts at random, so that other ones, or those of another row, give other gradients."""
+    base = tmp_path / "base"
+    make_tiny_model(base, VOCABULARY, hidden=32, family="qwen3_moe", spread=0.05)
+    rng, batches = np.random.default_rng(0), [make_rows(7, seed=number) for number in range(2)]
+    for row in (row for rows in batches for row in rows):
+        row.experts = rng.permuted(np.tile(np.arange(4, dtype=np.uint16), (len(row.ids), 2, 1)), axis=2)
+        row.experts = row.experts[:, :, :2].reshape(len(row.ids), -1)
+    variants = {
+        "replayed": {"routing_replay": True},
+        "recomputed": {"routing_replay": True, "activation_checkpointing": True},
+        "not replayed": {},
+    }
+    found, alone = trained(base, tmp_path, variants, batches)
+    for name in variants:
+        assert apart(found[name]["gradients"], alone[name]["gradients"]) <= 1e-5, name
+    assert apart(alone["not replayed"]["gradients"], alone["replayed"]["gradients"]) > 0.01
+
+
+def trained(
+    base: Path, tmp_path: Path, variants: dict[str, dict[str, Any]], batches: list[list[TrainingSequence]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `tests.ranked.train` returns for each variant on two ranks, and on one."""
     init = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
     (tmp_path / "plan.pickle").write_bytes(pickle.dumps((init, variants, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
@@ -116,14 +151,7 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    found = torch.load(tmp_path / "found.pt", weights_only=False)
-    rounded = found.pop("bfloat16")
-    for name in found:
-        are_the_same(found[name], alone[name])
-    for one in (rounded, alone["bfloat16"]):
-        assert 1e-4 < apart(one["gradients"], alone["truncated"]["gradients"]) < 0.03
-        assert 1e-4 < apart(one["parameters"], alone["truncated"]["parameters"]) < 0.01
-        assert {tensor.dtype for tensor in one["parameters"].values()} == {torch.float32}
+    return torch.load(tmp_path / "found.pt", weights_only=False), alone
 
 
 def sampled(policy: Policy, rows: list[TrainingSequence]) -> list[TrainingSequence]:
