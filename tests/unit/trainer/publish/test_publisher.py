@@ -400,6 +400,10 @@ def test_engine_errors_say_whether_to_try_again() -> None:
         ("no_kept", r"lacks the ids that top-p and top-k kept \(sampling.top_p"),
         ("garbage", "lacks its logprob and the version"),
         ("refuse", "400: "),
+        (
+            "no_experts",
+            r"lacks the experts of its prompt \(trainer.routing_replay: SGLang needs --enable-return",
+        ),
         ("none", None),
         ("status", None),  # it is told by whoever owns it
         ("drop", None),
@@ -423,6 +427,7 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
         current=(tmp_path, 0),
         retry_s=5.0,
         listed_ids=4 if fault == "no_top" else 0,
+        routed=fault == "no_experts",
         kept_ids=fault == "no_kept",
     )
     try:
