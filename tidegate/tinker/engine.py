@@ -100,6 +100,7 @@ class TinkerEngine:
             "logprob_start_len": generation.logprob_start is not None,
             "top_logprobs_num": generation.top_logprobs,
             "return_routed_experts": generation.experts_start is not None,
+            "return_sampling_mask": generation.sampling_mask,
             "lora_path": generation.adapter,
         }
         for name, given in unsupported.items():
