@@ -70,6 +70,7 @@ class Loop:
             parts = await self._next_batch()
             if parts is None and self.solved is not None and not self.stop.is_set():
                 interval = self.settings.publish_interval
+                # Engines sample the last evaluation, and may still have the weights of an earlier step.
                 if isinstance(interval, int) and self.step % interval:
                     await self._publish()
                 if evaluated := await self.evaluate(self.step, True):
@@ -80,12 +81,15 @@ class Loop:
             if parts is None:
                 return
             async with self._metrics_line(began) as metrics:
+                # A cancellation between the optimiser's step and its ledger entry would leave weights that no
+                # checkpoint may hold.
                 await run_to_completion(self._train(parts, metrics))
                 if self.skipped:
                     continue
                 if self.settings.is_publish_step(self.step):
                     metrics |= await self._publish()
                 metrics |= await self.evaluate(self.step, self.step == self.settings.steps)
+            # The next candidate may be rolled back to this step, so its weights need a checkpoint.
             tested = self.promotion is not None and self.promotion.live_step == self.step
             if tested or self.step % self.settings.checkpoint_every == 0:
                 await run_to_completion(self.checkpoint(self.step))
@@ -151,11 +155,16 @@ class Loop:
             await self._skip(batch)
             return
         step = self.step + 1
+        # Before the ledger has the step: a resume that undoes the step takes its groups' tokens from this
+        # file.
         await self.recorder.batch(batch, step)
         more = self.recorder.batch_metrics(batch, step) | update
         self.batches.record_step(batch, step)
         self.step, self.committable = step, True
+        # Only now: `_metrics_line` writes the line as soon as there are metrics, and the audit refuses a line
+        # of a step that the ledger lacks.
         metrics |= more
+        # After the ledger has the step: the gateway does not deliver an acknowledged group again.
         await self.batches.end_trained(batch, step)
 
     async def _skip(self, batch: Batch) -> None:
@@ -181,5 +190,6 @@ class Loop:
             await self.publisher.publish(version)
             self.admission.mark_live(version)
             metrics = {"time/publish": time.monotonic() - opened}
+        # The step's groups count towards the capacity until their version is live.
         self.batches.on_freed()
         return metrics | {"time/publish_gate": opened - began}

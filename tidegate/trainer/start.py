@@ -64,6 +64,7 @@ class Start:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
             live = checkpoints.live(run_dir, checkpoint)
+            # `check_files` has verified the newest checkpoint alone.
             if live.step != checkpoint.step:
                 live.verify()
             start = cls(live.path, checkpoint.step, version, past, checkpoint)

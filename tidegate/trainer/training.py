@@ -164,6 +164,7 @@ class Training:
             done=start.past.erased, note=observer.note, withdraw=self.batches.withdraw,
         )  # fmt: skip
         self.publisher = self._publisher(stack)
+        # The publisher needs the engines and they need the publisher: one of the two is set later.
         self.engines.on_poll = self._on_poll
         self.engines.set_publisher(self.publisher)
         trainer = settings.trainer
@@ -189,6 +190,7 @@ class Training:
 
     async def _open(self, supervisor: TaskSupervisor) -> None:
         """Check the engines, give them the current weights if others own them, and start the watchers."""
+        # Unlike the run's own engines, these were not started with its weights.
         if self.settings.engine.urls:
             await self.publisher.update_all()
         await self.publisher.check_samples()
@@ -310,6 +312,7 @@ class Training:
             quarantine=self.engines.mark_unavailable, restore=self.engines.restore,
             current=(self.start.weights, self.start.version),
             retry_s=restart_s(settings.engine), sender=sender,
+            # A run that is to stop does not wait for an outage to end.
             deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
             durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
             listed_ids=settings.trainer.loss.listed_ids,
@@ -388,6 +391,7 @@ class Training:
             await asyncio.to_thread(checkpoints.remove, saved[step])
         self.loop.committable = True
         await self._checkpoint(step)
+        # Last: a trainer that is killed before finds the request again and repeats the roll-back.
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
 
@@ -422,19 +426,20 @@ class Training:
         before, and the previous checkpoint has been written.
         """
         await self._written()
+        # Read without an await between: groups go on, and their later entries belong to the next marker.
         progress = self.admission.progress()
         state: dict[str, Any] = {
             "ledger": self.ledger.position,
             "ledger_checksum": self.ledger.checksum,
             "epoch": self.admission.epoch,
             "version": self.admission.version,
-            "highest_version": self.admission.version,
             "baseline": self._means.state(),
             "cursor": progress.cursor,
             "tickets": [asdict(ticket) for ticket in progress.tickets],
         }
         if self.promotion is not None:
             state["live_step"] = self.promotion.live_step
+        # The marker commits the ledger up to `position`, so these entries reach the disk first.
         await self.ledger.durable()
         stepped = self.admission.stepped()
         write = await asyncio.to_thread(checkpoints.begin, self.dir, step, self.policy, state)

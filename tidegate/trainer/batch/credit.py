@@ -33,6 +33,7 @@ def faulty_reward(group: Group) -> str | None:
     """Return which reward of a group cannot be trained on, None if all can: a batch has none of these."""
     for trajectory in group.trajectories:
         size = abs(trajectory.reward or 0.0) + sum(abs(turn.reward) for turn in trajectory.turns)
+        # Not `size > MAX_RETURN`, which is false for NaN.
         if not size <= MAX_RETURN:
             return f"the rewards of episode {trajectory.session_id} add up to {size:g}, beyond {MAX_RETURN:g}"
     return None
@@ -83,6 +84,7 @@ class BaselineCredit:
         returns = [self._returns(group) for group in groups]
         sizes = [len(group.trajectories) for group in groups]
         keys = [group.client or group.task_id for group in groups]
+        # The return from the first turn on has all rewards of the episode.
         rewards = np.concatenate([values[:, 0] for values in returns])
         if not np.isfinite(rewards).all():
             raise ValueError(f"returns must be finite numbers, not {rewards.tolist()}")

@@ -268,6 +268,7 @@ def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_
 
 def _order(row: TrainingSequence) -> bytes:
     """Return a key by which rows with equal beginnings are neighbours."""
+    # Big-endian: only then are bytes in the order of the ids.
     tokens = row.ids.astype(">i4")
     if row.experts is None:
         return tokens.tobytes()

@@ -191,6 +191,7 @@ def _row(
     )
     if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
         _add_teacher(row, [turn for turn in path if turn.index in chosen])
+    # Turns before and after a change of `score_centering` differ in number: all have the smallest.
     if width := min((turn.top_k for turn in path if turn.index in chosen), default=0):
         row.sampler_ids = np.zeros((length, width), dtype=np.int32)
         row.sampler_listed = np.zeros((length, width), dtype=np.float16)
@@ -272,6 +273,7 @@ def _experts(row: TrainingSequence, path: Sequence[Turn]) -> npt.NDArray[np.uint
             f"{[turn.routed_tokens for turn in path]} tokens; the engine's reply was recorded wrongly"
         )
     experts = np.zeros((len(row.ids), widths.pop()), dtype=np.uint16)
+    # The last token was sampled but never read, so the engine chose no experts for it.
     experts[:-1] = np.concatenate(parts).reshape(len(row.ids) - 1, -1)
     return experts
 

@@ -58,6 +58,7 @@ def partition_rows(rows: Sequence[TrainingSequence], ranks: int, max_tokens: int
         assigned: list[list[int]] = [[] for _ in range(ranks)]
         for number in range(start, end):
             for at, index in enumerate(rounds[number]):
+                # In alternating direction, so that no rank gets the longest row of every round.
                 assigned[at if number % 2 == 0 else ranks - 1 - at].append(index)
         for rank, indices in enumerate(assigned):
             passes[rank].append(indices)

@@ -98,8 +98,10 @@ def _write(path: Path, step: int, source: Storable, state: dict[str, Any], *, is
             with failpoints.around("checkpoint.state"):
                 source.save_state(path / TRAINER_STATE)
             sync_tree(path)
+            # The name of the new directory must reach the disk, too.
             sync(path.parent)
         if files is None:
+            # Neither the marker, which has a checksum of its own, nor a `.COMMITTED.partial` of a killed process.
             found = [file for file in sorted(path.rglob("*")) if file.is_file() and MARKER not in file.name]
             files = {str(file.relative_to(path)): checksum.of_file(file) for file in found}
         _commit(path / MARKER, _marker({**state, "step": step}, files))
@@ -157,6 +159,7 @@ def prune(run_dir: Path, keep: int, protect: Collection[int] = ()) -> list[Path]
     removed = [path for step, path in sorted(checkpoints.items()) if step not in keep_steps]
     for path in removed:
         remove(path)
+    # `*`: a killed process may also have left `.step_N.partial`.
     unmarked = [path for path in _directory(run_dir).glob("*step_*") if not (path / MARKER).exists()]
     for path in unmarked:
         with failpoints.around("checkpoint.removed"):
@@ -227,6 +230,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _marker(state: dict[str, Any], files: dict[str, int]) -> str:
+    # NaN is not JSON: other programs could not read the marker.
     return json.dumps({**state, "files": files, "checksum": _checksum(state, files)}, allow_nan=False)
 
 

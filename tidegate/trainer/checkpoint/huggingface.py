@@ -167,5 +167,6 @@ def _write_tensors(directory: Path, model: Any, values: dict[str, Tensor]) -> No
     try:
         model.save_pretrained(directory, state_dict=values)
     except SafetensorError as error:
+        # safetensors names the system's error in its text alone; callers tell a full disk by its number.
         number = re.search(r"os error (\d+)", str(error))
         raise OSError(int(number[1]) if number else EIO, str(error), str(directory)) from error

@@ -152,7 +152,7 @@ class LedgerCheck:
         """A task may be quarantined only for failures charged to it."""
         if line.get("outcome") != "infra_error":
             self.quarantined.add(line["task"])
-        elif self.rules.max_infra_attempts is not None and line.get("outcome") == "infra_error":
+        elif self.rules.max_infra_attempts is not None:
             self.report(
                 f"task {line['task']} was quarantined for an infra_error, which is not a failure of the task"
             )

@@ -90,6 +90,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def sync(path: Path) -> None:
     """Sync a file, or a directory's entries, to disk."""
+    # Read-only, as a directory cannot be opened for writing.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

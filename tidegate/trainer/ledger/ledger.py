@@ -66,6 +66,8 @@ class Ledger(AppendedFile):
 
     def _open(self) -> None:
         part = nth_part(self.path, self._number)
+        # Unbuffered: when `record` returns, the entry is in the system's page cache, which a killed process
+        # does not lose.
         self._file = open(part, "ab", buffering=0)  # noqa: SIM115 - owned until close()
         self._size = self._file.tell()
 
@@ -129,6 +131,7 @@ class Ledger(AppendedFile):
             if self._failure is not None:
                 raise LedgerError(self._failure)
             full = list(self._full)
+            # Duplicates stay open in the thread even if `close` is called meanwhile.
             handles = [os.dup(file.fileno()) for file in (*full, self._file)]
             if full:  # the names of the new parts, too
                 handles.append(os.open(self.path.parent, os.O_RDONLY))

@@ -51,6 +51,7 @@ def _apply(records: dict[int, VersionRecord], line: LedgerEntry) -> None:
     if event == "started":
         for record in records.values():
             position = line.get("position") or 0
+            # Entry 0 has the run's first version, whose weights are the base model's, without any marker.
             if record.seq >= max(1, position) and record.marker != position:
                 record.state = "abandoned"
     if event in ("started", "ended"):

@@ -132,6 +132,7 @@ class WeightBroadcaster:
                 bucket = await prefetcher.next() if active else None
             done = await self._on_all(active, partial(self._end, size=size, total=total, version=version))
             links = {engine.url: self._links[engine.url] for engine in done}
+            # The other engines still have to read the files, to prove that they load every tensor.
             return {url for url, link in links.items() if link.staged or link.proved}
         finally:
             await asyncio.gather(*(self._reset(engine) for engine in engines if engine not in done))
@@ -271,6 +272,8 @@ class _Prefetcher:
 
     async def next(self) -> Bucket | None:
         """Return the next bucket, or None at the end. Raises the source's errors."""
+        # A cancelled caller must not cancel the task: its thread would go on, and a generator that runs
+        # cannot be closed.
         bucket = await asyncio.shield(self._next)
         if bucket is not None:
             self._next = self._start()
@@ -352,6 +355,7 @@ def _open_store(url: str, size: int) -> tuple[str, dist.TCPStore]:
     parts = urlsplit(url)
     address = address_towards(parts.hostname or "127.0.0.1", parts.port or 80)
     timeout = timedelta(seconds=JOIN_S)
+    # The engine joins only when a later call names the store's port, so the store waits for no member here.
     return address, dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
 
 

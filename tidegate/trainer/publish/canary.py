@@ -37,6 +37,7 @@ class CanaryTest:
             newest = group.newest_version
             if group.id in self.earlier or group.reward is None or newest is None:
                 continue
+            # A conversation with tokens of both versions is evidence about neither.
             if group.oldest_version == newest == self.version:
                 self._candidate[group.id] = group.reward
             elif newest < self.version:
@@ -71,6 +72,7 @@ class CanaryState:
             "margin": self.margin,
             "least": LEAST,
             **comparison.figures(),
+            # JSON has no infinity.
             **{name: bound if math.isfinite(bound) else None for name, bound in bounds.items()},
         }
         write_atomically(self.run_dir / FILE, json.dumps(state))

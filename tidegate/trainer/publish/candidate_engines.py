@@ -65,6 +65,7 @@ class CandidateEngines:
 
     async def release(self) -> None:
         """Return the engines to service, with the current version."""
+        # First, so that no new conversation begins on these engines while they drain.
         await self._gateway.set_candidate([])
         await self._drain(set(self._engines.reserved))
         await self._engines.release()

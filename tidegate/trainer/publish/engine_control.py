@@ -122,6 +122,7 @@ class EngineControl:
         versions.
         """
         body: dict[str, Any] = {
+            # Every vocabulary has the id 0, so that the check needs no tokenizer.
             "input_ids": [0], "return_logprob": True, "stream": False,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
             **({"top_logprobs_num": listed_ids} if listed_ids else {}),
@@ -168,6 +169,7 @@ class EngineControl:
             if not info.get("staged"):
                 await self.pause()
             body = {
+                # Cached keys and values of prefixes are those of the earlier weights: they are flushed.
                 "model_path": str(weights), "weight_version": str(version),
                 "flush_cache": not self.keeps_kv, "abort_all_requests": False,
             }  # fmt: skip

@@ -124,6 +124,7 @@ class EngineMembership:
                 self._members[url] = (url,)
                 del self._members[old_url]
                 if old_url in self.reserved:
+                    # The engine stays reserved under its new URL: the test of a candidate goes on with it.
                     self.reserved ^= {old_url, url}
                 await self._gateway.remove_engine(old_url)
         if self._group is not None:  # as a task: it may wait for a publish that waits for this engine
@@ -171,9 +172,11 @@ class EngineMembership:
 
     def _start(self, group: asyncio.TaskGroup, url: str, work: Coroutine[Any, Any, None]) -> None:
         if url in self._work:
+            # Python warns of a coroutine that is neither awaited nor closed.
             work.close()
             return
         task = self._work[url] = group.create_task(self._run_logged(url, work), name=f"engine {url}")
+        # Only its own entry: an engine that left and joined again may have a newer task.
         task.add_done_callback(lambda done: self._work.get(url) is done and self._work.pop(url))
 
     async def _run_logged(self, url: str, work: Coroutine[Any, Any, None]) -> None:
@@ -220,6 +223,8 @@ class EngineMembership:
         """Update a member that has restarted or reports another version, then enable it."""
         if url in self.reserved:
             return
+        # A list, as `all` would stop at the first address that fails and leave the next ones without the
+        # version.
         if all([await self._active_publisher.resync(address) for address in self._members.get(url, ())]):
             await self._set_enabled(url)
 
@@ -229,6 +234,7 @@ class EngineMembership:
         It is enabled if all its addresses are in service and report the current version, which a restart
         since the last update would have changed.
         """
+        # One decision at a time: of two that overlap, the older one could reach the gateway last.
         async with self._enable_lock:
             control = self._members.get(url, ())
             serves = (

@@ -104,6 +104,7 @@ class Promotion:
             await self.engines.release()
             await self.publisher.discard_candidate(weights)
         if decision.promoted is not None:
+            # After a roll-back, too: the policy after this step is then the live one again.
             self.live_step = step
         self.note(_message(version, live, decision))
         return {

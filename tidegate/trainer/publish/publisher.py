@@ -34,6 +34,7 @@ from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
 from tidegate.weights.files import WeightsError
 
+# An engine may still be loading the version before the newest.
 KEPT_VERSIONS = 2
 CANDIDATE = "candidate-v{:06d}"
 """Directory of a version that is tested before it is published."""
@@ -153,7 +154,9 @@ class Publisher:
 
     async def _go_live(self, weights: Path | None, version: int) -> None:
         """Load a version on every engine; without a directory its weights are sent first and then written."""
+        # Before engines pause: afterwards they would recompute the keys and values of these groups' requests.
         await self.cancel_stale(version)
+        # Read before the new version becomes the current one.
         keep_kv_of = self.current[1] if self.keeps_kv else None
         async with self._update_lock, aiohttp.ClientSession() as http:
             skipped, loaded = await self._unresponsive(http), set[str]()
@@ -212,6 +215,7 @@ class Publisher:
             self.unavailable.discard(url)
             self._pending.discard(url)
             await self.restore(url)
+        # An engine out of service was reported before; a pending one was only set aside by its owner.
         for url in failed.keys() - (self.unavailable - self._pending):
             self.unavailable.add(url)
             self._pending.discard(url)
@@ -393,6 +397,7 @@ class Publisher:
             shutil.rmtree(candidate, ignore_errors=True)
         roots = {self.current[0], self._earlier, self.kept or self.current[0]}
         used = {path for root in roots for path in _used_by(root)}
+        # By length first: `v1000000` follows `v999999`.
         published = sorted(directory.glob("v*"), key=lambda path: (len(path.name), path.name))
         for old in [*published[:-KEPT_VERSIONS], *directory.glob("delta-v*")]:
             if old not in used:

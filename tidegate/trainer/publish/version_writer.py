@@ -85,6 +85,8 @@ class VersionWriter:
         place = self.directory / VERSION.format(version)
         self.save(place)
         self._last = place
+        # Not kept: the tensors are as large as the model, and a following difference can read them from the
+        # files.
         self._tensors, self._differences = {}, 0
         return place
 
@@ -152,6 +154,8 @@ class VersionWriter:
         tensors = {}
         for bucket in self.buckets(BUCKET_BYTES):
             for name, value in bucket.items():
+                # A copy: in the same type `to` returns the parameter's own memory, which the next step
+                # changes.
                 data = bytes_of(value.to(dtype, copy=True))
                 tensors[name] = VersionTensor(data, dtype.itemsize)
         return tensors

@@ -100,4 +100,5 @@ async def watch_workers(gateway: GatewayClient, set_connected: Callable[[bool], 
 
 def attempt_seed(run_seed: int, attempt: str) -> int:
     """Return the seed of an attempt, the same in every run with the same seed."""
+    # Seeded by text: `hash` of a text differs between processes.
     return random.Random(f"{run_seed}/{attempt}").getrandbits(31)

@@ -255,6 +255,7 @@ class Rollout:
             answer = self.answer(group)
             for trajectory in dropped:
                 trajectory.answer = answer
+            # The gateway has deleted these episodes: a cancellation would lose them.
             await run_to_completion(self.save(dropped, state))
 
     async def cancel_stale(self, version: int) -> None:
@@ -282,6 +283,7 @@ class Rollout:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         groups = self.admission.groups.items()
+        # The ledger has the step of an unpublished group: it has ended already.
         unfinished = [name for name, group in groups if group.phase is not Phase.UNPUBLISHED]
         for group_id in unfinished:
             self.admission.cancel_group(group_id)
