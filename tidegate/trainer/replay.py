@@ -89,6 +89,7 @@ class Replay:
             published = step == 1 or self.settings.trainer.is_publish_step(step - 1)
             version = versions[step] if published else UNPUBLISHED_VERSION
             now = policy.update(rows_to_train(groups, credit(groups)), version)
+            # That checkpoint was written anew, with the weights to which the policy was rolled back.
             weights = None if step in rolled_back else saved.get(step)
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
 

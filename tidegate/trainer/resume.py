@@ -85,6 +85,7 @@ async def take_over(
     The gateway keeps the groups that continue and drops the run's other groups. Groups of other runs stay.
     """
     epoch = start.epoch
+    # First: from here on no earlier trainer can lease or acknowledge a group.
     await gateway.begin_epoch(epoch)
     groups = await gateway.list_groups()
     await asyncio.to_thread(files.move_discarded, start.step, epoch)
@@ -151,6 +152,7 @@ def restore_admission(
     others = [name for name in live if name not in restored and name not in cancelled]
     for name in [*restored, *others]:
         admission.resume_group(live[name] or _state(past, name, Phase.LEASED))
+    # Before `leased` is made: the start has a new version, for which restored groups may be too old.
     stale = admission.end_stale_groups()
     leased = [kept[name] for name, group in admission.groups.items() if group.phase is Phase.LEASED]
     return ResumedRun(admission, leased, stale, cancelled)

@@ -111,6 +111,7 @@ class Run:
         """Create the run's directory; returns the settings that differ from those before a resume."""
         for name in ("logs", "weights", "checkpoints", "trajectories"):
             (self.dir / name).mkdir(parents=True, exist_ok=True)
+        # It has recorded texts, and may have keys.
         self.dir.chmod(0o700)
         config = self.dir / "config.toml"
         changed = self._differences(config)

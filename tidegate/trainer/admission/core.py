@@ -115,12 +115,14 @@ class Admission:
 
     def blocked_by(self) -> str | None:
         """Reason why no group may start now; None if one may start."""
+        # With no episode in progress a group may start, whose first attempt is the probe.
         if (outage := self.outage.why) is not None and (self.outage.down or self.unsettled_slots()):
             return f"an outage pauses the run: {outage}"
         if self.versions.publishing:
             return f"version {self.versions.reserved} is being published"
         if self.in_flight() >= self.rules.capacity:
             return f"{self.in_flight()} groups are in flight, the limit that trainer.max_staleness allows"
+        # One group may always run: under a limit smaller than a group, none would ever start.
         if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.rules.max_running:
             return (
                 f"{self.unsettled_slots()} episodes are in progress; another group would exceed "
@@ -247,6 +249,7 @@ class Admission:
         ticket = self.groups[group_id].ticket
         self._in_flight.end(self.groups[group_id], State.CANCELLED)
         if ticket is not None:
+            # Without `replaces`: only a stale group is replaced, and the audit checks it.
             self._cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming

@@ -77,6 +77,7 @@ class BestCheckpoint:
 
     def _replace_link(self, place: Path) -> None:
         link, new_link = self.directory / LINK, self.directory / f".{LINK}.partial"
+        # A killed process may have left it, and `symlink_to` replaces nothing.
         new_link.unlink(missing_ok=True)
         new_link.symlink_to(place.name)
         with failpoints.around("best.link"):

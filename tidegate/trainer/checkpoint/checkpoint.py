@@ -101,7 +101,7 @@ def _write(path: Path, step: int, source: Storable, state: dict[str, Any], *, is
             # The name of the new directory must reach the disk, too.
             sync(path.parent)
         if files is None:
-            # Neither the marker, which has a checksum of its own, nor a `.COMMITTED.partial` of a killed process.
+            # Without the marker (it has its own checksum) and the `.COMMITTED.partial` of a killed process.
             found = [file for file in sorted(path.rglob("*")) if file.is_file() and MARKER not in file.name]
             files = {str(file.relative_to(path)): checksum.of_file(file) for file in found}
         _commit(path / MARKER, _marker({**state, "step": step}, files))

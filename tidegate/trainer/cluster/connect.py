@@ -41,6 +41,7 @@ def connected(cluster: str) -> Iterator[str]:
     Raises ConfigError, or StartError within a minute if there is no such cluster.
     """
     if cluster == "local":
+        # Ray reports the usage of a new cluster to its makers by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         address = _address(cluster)

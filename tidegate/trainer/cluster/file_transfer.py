@@ -44,6 +44,7 @@ class FileSender:
                 if file.is_file()
             }
             bundle = FileBundle(f"{self._count:06d}-{directory.name}", files)
+        # Last in the order, so that the directory in use is not the one that is dropped.
         self._sent[directory] = bundle
         for oldest in list(self._sent)[:-KEPT]:
             del self._sent[oldest]

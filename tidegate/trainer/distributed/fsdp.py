@@ -108,6 +108,7 @@ class FSDPRanks(Ranks):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         mesh = init_device_mesh(kind, (self.count,))
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        # `to_empty` gives tied weights separate memory.
         model.to_empty(device="meta").tie_weights()
         root: Any = _RootModule(model, compute)
         # Layers are gathered in the dtype of computation. The rest stays in float32, in which the gradient of

@@ -52,6 +52,7 @@ class RankInit:
         """
         ranks = self.settings.ranks
         store = store or dist.TCPStore(*self.address, ranks, timeout=timedelta(seconds=JOIN_S))
+        # On a GPU, too: pickled objects are exchanged in host memory.
         backend = "cpu:gloo"
         if self.settings.device == "cuda":
             torch.cuda.set_device(

@@ -43,6 +43,7 @@ class Diagnostics:
         gap_n = batch.old_logprobs(logprobs_n).double() - batch.logprobs_n.double()
         log_ratio_n = gap_n.clamp(-20.0, 20.0)
         ratio_n = log_ratio_n.exp()
+        # `expm1`, as exp(x) − 1 loses its digits near 0, where most tokens are.
         k3_n = torch.expm1(log_ratio_n) - log_ratio_n
         own_n = batch.versions_n == self._version
         self._max_errors.append(torch.where(own_n, gap_n.abs(), 0.0).max())
@@ -90,6 +91,7 @@ def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
         "clip_fraction": sums["clipped"] / tokens,
         "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
         "ess_rows": sums["row_ratio"] ** 2 / (sums["rows"] * sums["row_ratio_squared"]),
+        # NumPy's maximum keeps NaN; Python's depends on the order.
         "logprob_max_error": float(np.max(errors)) if own else math.nan,
     }
     if "reference_k3" in sums:

@@ -112,16 +112,20 @@ class Forward:
         self._ranks = ranks
         self._settings = settings
         if settings.device != "cpu":
+            # Only the kernels of GPUs refuse grouped heads in float32.
             use_repeated_heads(model)
         if ranks.count == 1 and settings.pass_dtype == "float32":
             use_onednn(model)
+        # In float32 until the checks below have compared results.
         self._autocast, self._dtype = False, torch.float32
         self.replay: RoutingReplay | None = None
         self._compute: Compute = self._compute_logprobs
+        # Only rank 0 has values so far, so the others take over what it found.
         if ranks.agree(lambda: _can_split(model, self.device)):
             self._backbone, self._head = model.base_model, model.get_output_embeddings()
         else:
             self._backbone = self._head = None
+        # Several ranks reshard each layer before the backward pass of a prefix would need it.
         self.shares = ranks.count == 1 and self._can_share()
         # Parameters and gradients stay in float32. Several ranks gather parameters in the compute dtype.
         self._dtype = getattr(torch, settings.pass_dtype)
@@ -136,6 +140,7 @@ class Forward:
             self._autocast = True
             use_autocast(model)
         if replays:
+            # Before the next two wrap `forward`: a layer that is computed again must get the same experts.
             self.replay = RoutingReplay(model, decoder_layers(model), normalised)
         if settings.compile:
             _compile_layers(decoder_layers(model))

@@ -61,9 +61,11 @@ class GradientStep:
         batch = batch.to(self.forward.device)
         logprobs_n, entropy_n, top_nk = self.forward(batch, prefix)
         if batch.idle:
+            # Not left out: the other ranks' reductions wait for a backward pass of this rank.
             loss = 0.0 * logprobs_n.sum()
         else:
             batch = batch.with_others(top_nk)
+            # N is 1 here: a streamed batch knows its own only at the end, when `finish` divides by it.
             loss, clipped_n = self.objective(logprobs_n, batch, 1.0)
             diagnostics.add(logprobs_n, entropy_n, clipped_n, batch)
         loss.backward()

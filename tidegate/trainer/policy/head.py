@@ -145,9 +145,11 @@ class _Pieces(torch.autograd.Function):
 def _score(logits_nv: Tensor, ids_nm: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log π of the ids, the entropy, and the logarithm of the normaliser."""
     logits_nv = logits_nv / temperatures_n[:, None]
+    # A logit less its log π is the logarithm of the normaliser, which needs no pass of its own.
     chosen_n = logits_nv.gather(1, ids_nm[:, :1]).squeeze(1)
     logits_nv = torch.log_softmax(logits_nv, dim=-1)
     logprobs_nm = logits_nv.gather(1, ids_nm)
+    # In place: one more tensor of this size would be the peak of memory.
     entropy_n = torch.special.entr(logits_nv.exp_()).sum(dim=-1)
     return logprobs_nm, entropy_n, chosen_n - logprobs_nm[:, 0]
 

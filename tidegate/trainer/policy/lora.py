@@ -102,6 +102,7 @@ class Adapter:
 
 @cache
 def _checksum_of(base: Path) -> int:
+    # Once a process: the base does not change during a run, and may have many gigabytes.
     return checksum.of_files(base)
 
 

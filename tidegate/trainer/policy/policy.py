@@ -252,6 +252,7 @@ class Policy:
         if self.settings.ess_scaling:
             rate *= math.sqrt(distance["ess_rows"])
         steps = batch.steps
+        # A step that was not finite is done already: it ended the batch before its last part.
         if not steps[-1].done:
             self._step(steps[-1], rate)
         taken = [step for step in steps if step.finite]
@@ -339,6 +340,7 @@ class Policy:
                         values = as_in_files(self.model, values)
                     yield {name: value.contiguous() for name, value in values.items()}
             finally:
+                # The other ranks gather every bucket, and wait for this rank in each.
                 for _ in parts:
                     pass
 
@@ -480,6 +482,7 @@ class Policy:
         """Restore a state that any number of ranks wrote; raises CheckpointError."""
 
         def read() -> dict[str, Any]:
+            # `weights_only`: a file in a checkpoint must not run code when it is read.
             state: dict[str, Any] = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=self.ranks.count > 1
             )
@@ -532,7 +535,7 @@ class Policy:
             batch.steps.append(step)
 
     def _begin_step(self) -> GradientStep:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         return GradientStep(self._forward, self._loss)
 
     def _step(self, step: GradientStep, rate: float) -> bool:

@@ -123,6 +123,7 @@ def normalises(model: Any) -> bool:
 
 
 def _agrees(router: Any, normalised: bool) -> bool:
+    # A generator of its own: the run's random numbers must not depend on this check.
     generator = torch.Generator(router.weight.device).manual_seed(0)
     hidden = torch.randn(
         _PROBES, router.weight.shape[1], generator=generator, device=router.weight.device

@@ -65,6 +65,7 @@ async def start_processes(
         keys["worker_key"] = worker_key(run_dir)
     servers = provider.engines(settings, run_dir, current)
     for server in servers:
+        # Before it starts: a start that fails may leave a process.
         stack.push_async_callback(server.stop)
 
     async def start_gateway() -> GatewayClient:
@@ -217,7 +218,9 @@ def worker_key(run_dir: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     key = key or secrets.token_urlsafe(24)
     part = file.with_name(f".{KEY_FILE}.partial")
+    # `touch` would keep the mode of a file that a killed process has left.
     part.unlink(missing_ok=True)
+    # Before the key is in it: other users of the machine must not read it meanwhile.
     part.touch(0o600)
     part.write_text(key + "\n", encoding="utf-8")
     part.replace(file)

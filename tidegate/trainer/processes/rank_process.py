@@ -47,6 +47,7 @@ class LocalRankProcess(OwnedProcess):
 
     def command(self) -> Sequence[str]:
         """Return the command, which prints READY and then reads messages from standard input."""
+        # -P: a file in the working directory must not take the place of a module.
         return (sys.executable, "-P", "-m", "tidegate.trainer.distributed.rank_main")
 
     async def start(self) -> None:
@@ -55,6 +56,7 @@ class LocalRankProcess(OwnedProcess):
         The kernel ends it when this process exits: during a collective it does not read its standard input.
         """
         theirs, self._commands = os.pipe()
+        # A blocking write of more than the pipe has room for would outlast the timeout.
         os.set_blocking(self._commands, False)
         wrapper = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
         try:
@@ -62,6 +64,7 @@ class LocalRankProcess(OwnedProcess):
                 [*wrapper, *self.command()], stdin=theirs, stdout=asyncio.subprocess.PIPE
             )
         finally:
+            # Only the process may hold this end: else its exit would not break the pipe.
             os.close(theirs)
         assert process.stdout is not None
         try:

@@ -35,6 +35,7 @@ class TaskSupervisor:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
+        # Later errors are often consequences of the first.
         self._error = self._error or error
         self._failed.set()
 

@@ -52,6 +52,7 @@ async def lift_requested(
     requests = await asyncio.to_thread(lambda: list(_requests(run_dir)))
     lifted = [task for _, tasks in requests for task in tasks if lift(task)]
     if requests:
+        # Before the requests are deleted: after the loss of the machine, one of the two must be left.
         await durable()
     for path, _ in requests:
         await asyncio.to_thread(path.unlink, missing_ok=True)

@@ -112,6 +112,7 @@ class LoadLog:
         for pid, name in names.items():
             one = sums.setdefault(name, {"cpu": 0.0, "memory": 0, "processes": 0})
             used = stats[pid].cpu_s - self._before.get(pid, 0.0)
+            # A new process may have the id of one that exited, with less CPU time.
             one["cpu"] = round(one["cpu"] + max(0.0, used) / seconds, 3)
             one["memory"] += stats[pid].memory
             one["processes"] += 1

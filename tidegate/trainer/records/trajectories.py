@@ -224,6 +224,7 @@ _GROUP_IDS = re.compile(rb'"group_id":\s*"((?:[^"\\\\]|\\\\.)*)"')
 
 def _erase(paths: Iterable[Path], groups: Collection[str]) -> None:
     """Remove the lines of these groups from files, each of which is replaced if it has any."""
+    # As they stand in a line: a run's files may have gigabytes, and only lines with such a name are parsed.
     names = {json.dumps(group, ensure_ascii=False)[1:-1].encode() for group in groups}
     for path in paths:
         lines = path.read_bytes().splitlines(keepends=True)

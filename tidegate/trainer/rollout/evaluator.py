@@ -201,6 +201,7 @@ class Evaluator:
         pending, left = set(running), self.settings.eval.deadline_s
         while pending and left > 0:
             down, began = self.engines_down(), time.monotonic()
+            # In short waits: engines may go down meanwhile, and such time does not count.
             _, pending = await asyncio.wait(pending, timeout=min(left, POLL_S))
             left -= 0.0 if down else time.monotonic() - began
 

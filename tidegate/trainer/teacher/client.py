@@ -84,6 +84,7 @@ class ScoreClient(HttpClient):
             message = str(error_in(content).get("message") or content[:300].decode(errors="replace"))
             raise EngineError(f"{address}: HTTP {status}: {message}", retryable=status not in REFUSALS)
         try:
+            # Not orjson: it refuses NaN, which `read_logprobs` reports by its name.
             return json.loads(content)
         except ValueError:
             raise EngineError(f"{address} returned invalid JSON: {content[:200]!r}", retryable=True) from None
@@ -101,6 +102,7 @@ def read_logprobs(reply: Any, ids: Sequence[int]) -> list[float]:
         raise EngineError(f"the teacher returned {found} for {len(ids)} tokens", retryable=True)
     try:
         tokens = [entry[1] for entry in entries]
+        # SGLang gives the first token no logprob.
         values = [float(entry[0]) for entry in entries[1:]]
     except (TypeError, ValueError, IndexError, KeyError):
         raise EngineError("the teacher returned no logprob for some tokens", retryable=True) from None

@@ -86,6 +86,7 @@ async def check_teacher(
                 f"{name} has a vocabulary of {size}, the student one of {student.size}: it cannot score all "
                 "ids that the student can sample"
             )
+        # Two tokens, as the first has no logprob.
         await client.score(url, [0, 0], 0, top_k)
     except EngineError as error:
         raise StartError(
@@ -103,5 +104,6 @@ def _read_vocabulary(name: str, model: TeacherModel, reported: object) -> Vocabu
             "its vocabulary cannot be compared with the student's: set trainer.teacher.tokenizer to a copy "
             "of its tokenizer files"
         )
+    # Without a config its size is unknown, and no id of the student is refused for it.
     size = model_vocab_size(directory) if (directory / "config.json").is_file() else 1 << 62
     return Vocabulary(size, tokenizer_hash(load_tokenizer(directory)))
