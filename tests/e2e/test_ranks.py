@@ -20,13 +20,17 @@ ADAPTED = ("--trainer.lora.rank=4", "--trainer.activation_checkpointing=true", "
 
 
 def other_rank(run: TrainProcess) -> int:
-    """The pid of the trainer's rank 1."""
-    children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
-    found = [
-        int(pid) for pid in children if b"distributed.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert len(found) == 1, found
-    return found[0]
+    """The pid of the trainer's rank 1, which may start late."""
+
+    def ranks() -> list[int]:
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text().split()
+        return [pid for pid in map(int, children) if is_rank(pid)]
+
+    def is_rank(pid: int) -> bool:
+        return b"distributed.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    run.until(lambda: len(ranks()) == 1)
+    return ranks()[0]
 
 
 def test_two_ranks_train_through_a_kill_and_the_run_resumes_with_one(tmp_path: Path) -> None:
@@ -42,7 +46,6 @@ def test_two_ranks_train_through_a_kill_and_the_run_resumes_with_one(tmp_path: P
     assert (run_dir / "checkpoints" / "step_2" / "optimizer" / ".metadata").exists()
     held(run_dir)
     with training(run_dir, *two, "--resume") as run:
-        run.until_step(2)
         other = other_rank(run)
         assert run.wait() == 0, run.output()
         assert gone(other)
