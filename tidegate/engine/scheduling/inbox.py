@@ -22,6 +22,7 @@ class SchedulerCall:
     result: Future[Any]
 
     def run(self) -> None:
+        # A caller that was cancelled does not know that its action ran, so it must not run.
         if not self.result.set_running_or_notify_cancel():
             return
         try:

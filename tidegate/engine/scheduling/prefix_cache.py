@@ -50,6 +50,7 @@ class PrefixStore:
         for blocks in range(len(hashes), 0, -1):
             entry = self._index.get(hashes[blocks - 1])
             length = min(blocks * BLOCK, len(tokens))
+            # Python's `hash` of ids is no proof: a collision would continue another sequence's values.
             if entry is not None and entry.tokens[:length] == tokens[:length]:
                 self._entries.move_to_end(id(entry))
                 return length, entry.snapshot

@@ -107,6 +107,7 @@ class RunningBatch:
         """Returns the maximum padded tokens of a prefill pass for `joining` requests; `scored`: with logprobs
         of their prompts."""
         limit = min(PASS_TOKENS, self.model.max_scored_tokens) if scored else PASS_TOKENS
+        # No decoding request waits for this pass, so only memory limits it.
         if not self.count:
             return limit
         return min(limit, max(CHUNK_TOKENS, CHUNK_TOKENS * joining // self.count))
@@ -114,6 +115,7 @@ class RunningBatch:
     def choose(self, waiting: Iterable[Generation]) -> list[Generation]:
         """Selects the requests of the next prefill pass: the first and others of its kind and about its cost
         that share no uncached prefix. A prompt longer than a pass is prefilled alone, in several passes."""
+        # The row after the running ones holds its values, and any other prefill would overwrite them.
         if self._partial is not None:
             return [self._partial.generation]
         costs = [(*self._uncached(generation), generation) for generation in waiting]
@@ -121,6 +123,8 @@ class RunningBatch:
         similar = (
             item
             for item in costs
+            # Sequences of a pass are padded to the longest, so their costs must be similar; the 16 tokens
+            # let short prompts share a pass although they differ by more than half.
             if first <= 1.5 * item[0] + 16 and item[0] <= 1.5 * first + 16 and item[2].prefill_kind == kind
         )
         batch: list[Generation] = []
@@ -158,11 +162,13 @@ class RunningBatch:
         self._partial = None
         for row, partial in enumerate(partials, first):
             generation = partial.generation
+            # A retracted request prefills again: its first prefill counts as the session's cache hit.
             if not generation.output_ids:
                 generation.cached_tokens = partial.reused
             self.counters.tokens_reused += partial.reused
             if generation.limit:
                 self.slots.add(generation)
+            # It gets no row, so no step would find these values later; they must not become a prefix.
             elif not all(map(math.isfinite, generation.prompt_logprobs)):
                 self.discard_values(row)
                 continue
@@ -222,6 +228,7 @@ class RunningBatch:
     def _cache_prefix(
         self, row: int, generation: Generation, past: Sequence[int], hashes: Sequence[int]
     ) -> None:
+        # With `kv_version` its values come from more than one version, and a prefix has exactly one.
         if self.prefixes.max_bytes == 0 or generation.kv_version is not None or self.prefixes.holds(hashes):
             return
         with self._emptied_on_failure():  # the request has its row already, and needs no copy
@@ -249,6 +256,8 @@ class RunningBatch:
     def discard_values(self, row: int) -> None:
         """Removes a row's values, which are not finite, so that no other sequence reads them."""
         self.model.cache.zero_row(row)
+        # A prefix may hold them: it is copied after prefill, before the first logits of the row show the
+        # fault.
         self.prefixes.clear()
 
     def remove(self, row: int) -> None:
@@ -257,6 +266,7 @@ class RunningBatch:
         length = int(self.slots.lengths[row])
         if moved != row and length:  # a prompt of one token has nothing in the cache before its first step
             self.model.cache.move(moved, row, length)
+        # It stays in the row after the running ones, of which there is one fewer now.
         if self._partial is not None:
             self.model.cache.move(moved + 1, moved, self._partial.done)
 

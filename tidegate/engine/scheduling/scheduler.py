@@ -116,6 +116,7 @@ class Scheduler:
         return self._abort([live for rid, live in self._live.items() if rid.startswith(prefix)])
 
     def abort_one(self, generation: Generation) -> None:
+        # By identity: a client may have reused the id for a new request after this one ended.
         if self._live.get(generation.rid) is generation:
             self._abort([generation])
 
@@ -128,6 +129,7 @@ class Scheduler:
             self._end(generation, {"type": "abort", "message": "aborted"})
             self._rows.cancel_prefill(generation)
         self._dequeue(generations)
+        # From the end, as the last row moves into a freed one: it has been checked already.
         for row in range(self._rows.count - 1, -1, -1):
             if id(self._rows.owners[row]) in aborted:
                 self._rows.remove(row)
@@ -157,6 +159,8 @@ class Scheduler:
             return
         self.counters.retractions += len(owners)
         returned = set(map(id, owners))
+        # Before those that wait, and in the order of arrival: rows are not in that order, as freed rows
+        # are refilled from the end.
         self._waiting.extendleft(live for live in reversed(self._live.values()) if id(live) in returned)
 
     def flush(self) -> bool:
@@ -175,6 +179,8 @@ class Scheduler:
         if abort_all:
             self.abort()
         in_flight = len(self._live)
+        # Also with `keep_cache`: that keeps the values of running requests, whose turns record their
+        # version, while a prefix would carry old values into new requests.
         self._rows.invalidate_prefixes()
         if self.paused != "in_place" or not keep_cache:
             self.retract()
@@ -186,9 +192,11 @@ class Scheduler:
             why = f"the weights are partly loaded, and the engine ends: {error!r}"
             raise EngineError(why, retryable=True) from error
         for generation in self._rows.owners:
+            # Only the first load sets it: the oldest values keep their version through later loads.
             generation.kv_version = generation.kv_version or self.version
         if version is not None:
             self.relabel(version)
+        # The new version may have other adapters, and a request of a missing one cannot continue.
         serves = self._rows.model.serves
         self._abort([live for live in self._live.values() if not serves(live.adapter)])
         return in_flight
@@ -210,6 +218,7 @@ class Scheduler:
         self._drain_inbox()
         if self._broken is not None:  # neither version's weights: no label is right
             raise self._broken
+        # Again after the inbox: a pause or a stop in it has been acknowledged, so no token may follow.
         if self.paused is None and not self._stopping:
             self._advance()
         self._deliver_notices()
@@ -222,9 +231,13 @@ class Scheduler:
         except BaseException as error:  # recorded in `failure`, which ends the process
             log.critical("the scheduler failed", exc_info=True)
             self._fail_all(error)
+            # After the errors: it ends the process, and clients would see a lost connection in place of
+            # the cause.
             self._on_failure()
 
     def _drain_inbox(self) -> None:
+        # Waits only while nothing is to be sampled: requests that have rows would stall until the next
+        # arrival.
         idle = self.paused is not None or not (self.num_waiting or self._rows.count)
         for item in self._inbox.take(wait=idle):
             if isinstance(item, SchedulerCall):
@@ -233,11 +246,13 @@ class Scheduler:
                 self._accept(item)
 
     def _accept(self, generation: Generation) -> None:
+        # Aborts and streams find a request by its id, so two with one id could not be told apart.
         if generation.rid in self._live:
             self._notices.append(generation)
             generation.refused = True
             generation.error = f"rid {generation.rid!r} is in use"
             return
+        # Checked in this thread: a load that was queued before the request may have changed the adapters.
         if not self._rows.model.serves(generation.adapter):
             self._notices.append(generation)
             generation.refused = True
@@ -296,8 +311,11 @@ class Scheduler:
                 self._failures += 1
                 log.exception("request %s failed in the model", generation.rid)
                 self._end(generation, None, f"the model failed on this request: {error!r}")
+                # Otherwise `choose` returns the failed request again, and the queue never advances.
                 self._rows.cancel_prefill(generation)
                 self._dequeue([generation])
+                # Each request seems at fault alone, but several in a row mean that the model or the
+                # device is.
                 if self._failures == FAILURES_IN_A_ROW:
                     raise
 
@@ -315,6 +333,8 @@ class Scheduler:
         self.counters.steps += 1
 
     def _take_token(self, row: int, generation: Generation, token: int, logprob: float) -> None:
+        # Such a token would be trained on with an undefined ratio, and its values would spoil its
+        # sequence.
         if not math.isfinite(logprob):
             self._rows.discard_values(row)
             self._end(generation, None, NOT_FINITE)
@@ -335,6 +355,8 @@ class Scheduler:
                 return
         reason = self._finish_reason(generation)
         if reason is not None:
+            # While the row still belongs to the request: `_step` frees it as soon as the request has
+            # ended.
             self._rows.collect_experts(row)
             self._end(generation, reason)
             self._rows.cache_prefix(row)
@@ -365,12 +387,16 @@ class Scheduler:
     # -- the end
 
     def _fail_all(self, error: BaseException) -> None:
+        # First, so that a request that arrives during the clean-up is refused and not left without an
+        # answer.
         self._inbox.close(error)
         why = f"the engine ended: {error}"
         for generation in list(self._live.values()):
             self._end(generation, None, why)
         self._rows.clear()
         self._waiting.clear()
+        # Items that were queued before the close have no other consumer, and their callers would wait for
+        # ever.
         for item in self._inbox.take(wait=False):
             if isinstance(item, SchedulerCall):
                 item.fail(EngineError(why, retryable=True))

@@ -57,8 +57,11 @@ class Slots:
         row = len(self.owners)
         params = generation.params
         self.owners.append(generation)
+        # The last token is the input of the next step, so prefill leaves it out and `lengths` is one
+        # less. After a retraction it is the last sampled token, not the prompt's.
         self.tokens[row] = (generation.output_ids or generation.prompt_ids)[-1]
         self.lengths[row] = len(generation.prompt_ids) + len(generation.output_ids) - 1
+        # Not 0 after a retraction: random numbers are drawn by seed and count, and would repeat.
         self.output_counts[row] = len(generation.output_ids)
         self.seeds[row] = params.seed
         self.temperatures[row] = params.temperature
