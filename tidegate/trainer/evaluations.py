@@ -92,6 +92,7 @@ class RunEvaluations:
             return earlier
         weights, version = self.publisher.current
         if last and self.settings.eval.last:
+            # No step follows that would need the groups, and the engines are free for the evaluation.
             await self.stop_rollout()
             evaluation = await unless_stopped(self.stop, self.evaluator.full(step))
         else:

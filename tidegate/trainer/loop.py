@@ -130,6 +130,7 @@ class Loop:
 
     def _interrupted(self, *, begun: bool) -> bool:
         """Return whether to wait for no more groups. A roll-back is carried out between steps."""
+        # A begun batch has gradients of the current weights: another policy could not go on with them.
         return self.solved is not None or (not begun and self.requested())
 
     async def _backward(self, part: Batch) -> None:

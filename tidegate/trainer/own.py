@@ -166,6 +166,7 @@ class OwnTrainer:
                 f"groups {', '.join(old)} are beyond the bound of {self.max_staleness} versions: commit a "
                 "batch before you wait for the next one"
             )
+        # Before the step is written: if another loop has taken over, it has leased these groups.
         await self._lead()
         await run_to_completion(self._commit(groups, save))
         for group in groups:

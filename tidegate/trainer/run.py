@@ -102,6 +102,7 @@ class Run:
                     training = await self._assemble(stack, changed)
                     await training.run(self._supervisor)
                 finally:
+                    # Before the stack stops the processes, which their watchers would start again.
                     await self._supervisor.close()
         except OSError as error:
             raise _translate_os_error(error, self.dir) from error
@@ -165,6 +166,7 @@ class Run:
         resumed = await take_over(
             start, processes.gateway, TrajectoryFiles(self.dir), ledger.record, Rules.of(self.settings)
         )
+        # Before an engine samples with this start's version: no later start may use the number again.
         await ledger.durable()
         if start.past.epoch:
             await self._report_resume(resumed, changed)

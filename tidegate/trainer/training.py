@@ -248,6 +248,7 @@ class Training:
     async def _end(self, error: BaseException | None = None) -> None:
         step = self.result.step = self.loop.step
         await self.evaluations.close()
+        # Before the end is recorded: the audit refuses an end with groups still live.
         await self.rollout.stop()
         status, why = await self._how_ended(error)
         self._record_end(status, why)

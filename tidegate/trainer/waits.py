@@ -14,6 +14,7 @@ async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T])
     work, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+        # Before the cancellation: what the work returns after it is not its result.
         ended = work.done()
     finally:
         for task in (work, stopped):
@@ -30,6 +31,7 @@ async def run_to_completion(awaitable: Awaitable[T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
+            # `await task` would pass the caller's cancellation on to the task.
             await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error

@@ -46,6 +46,7 @@ class Pace:
 
     def measured(self, tokens_per_s: float) -> None:
         """Take in the engines' present rate."""
+        # Not the last one: with few episodes, engines sample less than they could.
         self.rate = max(self.rate, tokens_per_s)
 
     def started(self, attempt: str) -> None:
@@ -61,6 +62,7 @@ class Pace:
         if not slow:
             self._lengths.append(tokens)
             self.limit += 1 / max(1.0, self.limit)
+        # It began under the limit before, about which enough is known.
         if began < self._changes:
             return
         self._slow += slow

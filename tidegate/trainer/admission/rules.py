@@ -73,6 +73,7 @@ class Rules:
 
     def client_limit(self, size: int) -> int:
         """Return the limit of one client's groups in a batch or minibatch of `size` groups."""
+        # A small share of a small minibatch would admit no group at all.
         return max(1, int(self.client_share * size))
 
     @property

@@ -164,6 +164,8 @@ class Batcher:
         """
         started = time.monotonic()
         while True:
+            # Not left to `select_batch`: their episodes are saved and the gateway is told, which admission
+            # cannot do.
             for group_id in self.admission.end_stale_groups():
                 self._dropped.append(await self._drop(group_id, State.STALE))
             selection = self.admission.select_batch(number)
@@ -277,6 +279,7 @@ class Batcher:
         sampled = sum(trajectory.sampled_tokens() for trajectory in group.trajectories)
         self.tokens.record_wasted(sampled, state, len(group.trajectories))
         if save:
+            # Before the acknowledgement, after which the gateway need not keep the group.
             await self.save(group, state)
         await self._ack(group, state, why)
         return group, state

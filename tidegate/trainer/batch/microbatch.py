@@ -202,6 +202,7 @@ def prefix_batches(
     alone = [index for index in usable if index not in sharing]
     result = [PrefixBatch([], microbatches(rows, alone, max_tokens))] if alone else []
     filling: list[_Cluster] = []
+    # Longest first, as `split_by_length` needs them.
     for cluster in sorted(clusters, key=lambda cluster: (-cluster.shared, cluster.rows)):
         if filling and sum(other.shared for other in filling) + cluster.shared > max_tokens:
             result.append(_prefix_batch(rows, filling, max_tokens))
@@ -234,6 +235,7 @@ def microbatches(
     """
     prefixes = prefixes or {}
     lengths = {index: rows[index].inputs - prefixes.get(index, (0, 0))[1] for index in chosen}
+    # The index decides between equal lengths, so that a replay sums in the same order.
     order = sorted(chosen, key=lambda index: (-lengths[index], index))
     # A prefix is not recomputed, but its keys and values are copied for every row.
     margin = max((length for _, length in prefixes.values()), default=0) // PREFIX_MEMORY_DIVISOR
@@ -442,5 +444,6 @@ def _kept(rows: Sequence[TrainingSequence]) -> Tensor | None:
     )
     kept_nm = np.full((len(counts_n), counts_n.max()), -1, dtype=np.int64)
     ids = [row.kept_ids for row in rows if row.kept_ids is not None]
+    # NumPy fills a mask row by row: one token's ids follow the other's, as in `kept_ids`.
     kept_nm[np.arange(kept_nm.shape[1]) < counts_n[:, None]] = np.concatenate(ids)
     return torch.from_numpy(kept_nm)

@@ -143,6 +143,7 @@ def load(checkpoint: Checkpoint, policy: Restorable) -> None:
 
     Raises CheckpointError if files are missing or belong to another model.
     """
+    # First: with an adapter the weights follow from the state, and are only compared with the files.
     policy.load_state_from(checkpoint.path / TRAINER_STATE)
     policy.load_weights(checkpoint.path)
 
@@ -185,6 +186,7 @@ def remove(path: Path) -> None:
 def sync_tree(directory: Path) -> None:
     """Sync a directory and everything in it to disk."""
     for path in [*directory.rglob("*"), directory]:
+        # Before `prune` removes files: the loss of the machine must not leave a marker without them.
         sync(path)
 
 
@@ -192,6 +194,7 @@ def _commit(marker: Path, text: str) -> None:
     partial = marker.with_name(f".{MARKER}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
+        # Before it has its name: the loss of the machine must not leave an empty marker.
         sync(partial)
         with failpoints.around("checkpoint.marker"):
             partial.replace(marker)

@@ -43,6 +43,7 @@ def begin_save(tensors: dict[str, Tensor], directory: Path, group: dist.ProcessG
                 raise_hidden_os_error(error)
                 raise
 
+    # Nothing asynchronous: the policy may change as soon as this function returns.
     stager = DefaultStager(StagingOptions(False, False, False, False))
     future = async_save(tensors, storage_writer=Writer(directory), process_group=group, async_stager=stager)
     assert isinstance(future, Future)

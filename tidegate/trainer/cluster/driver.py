@@ -90,6 +90,7 @@ def _events(actor: Any, signals: list[int]) -> list[Event]:
             return []
         if time.monotonic() > deadline:
             break
+    # After the deadline this raises, as there is no reply.
     events: list[Event] = ray.get(reply, timeout=0)
     return events
 

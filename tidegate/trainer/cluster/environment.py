@@ -16,6 +16,7 @@ from tidegate.errors import ConfigError
 
 PREFIXES = ("HF_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "SGLANG_", "VLLM_", "WANDB_", "TIDEGATE_")
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
+# Ray gives each actor its own GPUs by this variable.
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES",)
 PROBE_FILE = ".cluster"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

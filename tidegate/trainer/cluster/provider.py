@@ -98,6 +98,7 @@ class RayProcesses:
         processes = []
         for name in servers.agent_names(settings):
             build = partial(servers.agent_process, settings.agent, gateway, name)
+            # Ray limits the restarts of a whole run; `supervise_agents` limits those in a row.
             actor = self._actor(name, ServerActor, build, restarts=-1)
             processes.append(RemoteServer(name, actor, self._home, run_dir / "logs"))
         self._all += processes

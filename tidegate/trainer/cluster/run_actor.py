@@ -76,6 +76,7 @@ class RunActor:
             )
         provider = RayProcesses(self._slots, self._node, self._make_context, self._relay.note)
         self._job = await asyncio.to_thread(spec.make, self._relay, provider)  # torch takes seconds
+        # The stop may have come while the job was being made.
         if self._stopped:
             self._job.stop()
         gathering = asyncio.create_task(provider.gather_logs())

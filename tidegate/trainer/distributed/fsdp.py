@@ -147,6 +147,7 @@ class FSDPRanks(Ranks):
         ]
 
     def gather(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
+        # Tied tensors are gathered once, and stay one tensor.
         distinct = {id(tensor): tensor for tensor in live.values()}
         full = {key: self._full(tensor, on_device) for key, tensor in distinct.items()}
         return {name: full[id(tensor)] for name, tensor in live.items()} if self.rank == 0 else {}
@@ -155,6 +156,7 @@ class FSDPRanks(Ranks):
         """Gather a sharded tensor into rank 0's host memory, or on its device; empty on other ranks."""
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if self.rank != 0:
+            # The gathered tensor is freed at once: on rank 0 alone all of them are needed together.
             return full.new_empty(0)
         return full.detach() if on_device else full.detach().cpu()
 
@@ -171,6 +173,7 @@ class FSDPRanks(Ranks):
     def begin_save(self, tensors: dict[str, Tensor], directory: Path) -> Callable[[], None]:
         if not tensors:
             return super().begin_save(tensors, directory)
+        # By rank 0, and complete before any rank writes.
         self.agree(lambda: shutil.rmtree(directory, ignore_errors=True))
         written = shards.begin_save(tensors, directory, self._writers)
 

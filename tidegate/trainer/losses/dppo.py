@@ -50,6 +50,7 @@ def total_variation(log_pi_n: Tensor, log_mu_n: Tensor) -> Tensor:
 
 def kl_divergence(log_pi_n: Tensor, log_mu_n: Tensor) -> Tensor:
     """KL(μ‖π) of "this token" against "another token", for each token; 0 · log 0 is 0."""
+    # 1 − exp(x) would lose its digits for probabilities near 1.
     pi_other_n, mu_other_n = -torch.expm1(log_pi_n), -torch.expm1(log_mu_n)
     other_n = torch.xlogy(mu_other_n, mu_other_n) - torch.xlogy(mu_other_n, pi_other_n)
     return log_mu_n.exp() * (log_mu_n - log_pi_n) + other_n

@@ -92,6 +92,7 @@ def dual_clipped(bound: float, surrogate: Surrogate) -> Surrogate:
 
     def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
         bounded_n = (batch.advantages_n < 0) & (log_ratio_n.detach() > log_bound)
+        # Bounded as a logarithm: the exponential of a large one is infinite, and its gradient NaN.
         objective_n, clipped_n = surrogate(log_ratio_n.masked_fill(bounded_n, log_bound), logprobs_n, batch)
         return objective_n, clipped_n | bounded_n
 
@@ -137,6 +138,7 @@ def bounded(lowest: float, highest: float) -> Weight:
 
 def masked(cap: float) -> Weight:
     """Returns the weight r ↦ r up to cap, 0 above: no gradient for tokens whose ratio exceeds the cap."""
+    # Not a product with 0, which is NaN for an infinite ratio.
     return lambda ratio_n: (torch.where(ratio_n > cap, 0.0, ratio_n), ratio_n > cap)
 
 
@@ -194,6 +196,7 @@ def reference_penalty(estimator: str, coefficient: float) -> Penalty:
             return coefficient * distance_n.detach(), zero_n
         if estimator == "k2":
             return zero_n, coefficient * distance_n.square() / 2
+        # `expm1`, as exp(−d) − 1 loses its digits near 0, where most tokens are.
         return zero_n, coefficient * (torch.expm1(-distance_n) + distance_n)
 
     return penalty

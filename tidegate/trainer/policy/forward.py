@@ -60,6 +60,7 @@ class Prefix:
         device: torch.device,
         replayed: Callable[[Tensor | None], AbstractContextManager[None]],
     ) -> None:
+        # One width, so that a microbatch can select prefixes of several passes from one tensor.
         width = max(batch.ids_pt.shape[1] for batch in prefixes)
         passes = []
         for batch in prefixes:

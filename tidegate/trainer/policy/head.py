@@ -64,6 +64,7 @@ def narrowed(scored: TokenLogprobs, kept_nm: Tensor, listed_nk: Tensor | None = 
     width = scored.top_nk.shape[1] - kept_nm.shape[1]
     absent_nm = kept_nm < 0
     whole_n = absent_nm[:, 0]
+    # A row without kept ids is −inf throughout, and the gradient of its logsumexp would be NaN.
     of_kept_nm = (
         scored.top_nk[:, width:].masked_fill(absent_nm, -torch.inf).masked_fill(whole_n[:, None], 0.0)
     )
@@ -171,6 +172,7 @@ def _gradient(
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # For any size: the last piece of a batch may have any number of tokens.
     return torch.compile(function, dynamic=True)
 
 

@@ -60,6 +60,7 @@ def _add_gradient(exact: Tensor, rounded: Tensor) -> None:
         exact.grad = rounded.grad.to(exact.dtype)
     else:
         exact.grad.add_(rounded.grad)
+    # Freed at once: else a second gradient of the whole model would be in memory.
     rounded.grad = None
 
 
@@ -75,4 +76,5 @@ def _convert_inputs(
 def _converted(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.to(dtype)
+    # Not `isinstance`: a named tuple is not built from an iterable.
     return tuple(_converted(part, dtype) for part in value) if type(value) is tuple else value

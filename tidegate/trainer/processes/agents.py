@@ -44,10 +44,12 @@ class AgentProcess(Service):
         Raises ConfigError, StartError.
         """
         await self.stop()
+        # A new name: the gateway ends the attempts of a process that exited by its name.
         self._secrets["name"] = f"{self.name}-{secrets.token_hex(4)}"
         return await super().start()
 
     def environment(self) -> dict[str, str]:
+        # The user's agents run in this process: they must not read the keys.
         variables = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
         local = f"127.0.0.1,localhost,::1,{reachable_address()}"
         for name in ("NO_PROXY", "no_proxy"):  # a proxy cannot reach a gateway on this machine
@@ -96,6 +98,7 @@ class GatewayWorkers:
         try:
             rows = (await self._gateway.attempts())["workers"]
         except GatewayError:
+            # That the gateway is down says nothing about the process.
             return True
         return any(row["worker"] == worker and row["connected"] for row in rows)
 

@@ -323,6 +323,7 @@ async def _run_with_engine(
 def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run work in a thread that does not block exit: NCCL may wait without end for a lost member."""
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    # A running future cannot be cancelled by its waiter; `set_result` would raise for a cancelled one.
     done.set_running_or_notify_cancel()
 
     def run() -> None:

@@ -70,6 +70,7 @@ class EngineControl:
                 f"engine {self.url}{path}: {type(error).__name__}: {error}", retryable=True
             ) from None
         if reply.status != 200:
+            # Below 500 it is a refusal, which a repetition would meet again.
             raise EngineError(
                 f"engine {self.url}{path}: {reply.status}: {text[:300]}", retryable=reply.status >= 500
             )

@@ -67,6 +67,7 @@ class Erasure:
             self.record(entry("run", "erased", group=group))
         if new:
             self.done |= new
+            # Before texts are removed: each later start erases again what the ledger names.
             await self.durable()
             if self.withdraw is not None:
                 await self.withdraw(new)

@@ -36,6 +36,7 @@ def write_sft(run_dir: Path, out: Path, min_reward: float) -> int:
         TidegateError: The run has no trajectories, or `out` cannot be written.
     """
     written = 0
+    # Raises without trajectories, before `out` is replaced by an empty file.
     step_files(run_dir)
     with _replacing(out) as part, part.open("wb") as file:
         for step, line in _episodes(run_dir):

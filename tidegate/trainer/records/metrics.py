@@ -69,6 +69,7 @@ class MetricsLog(AppendedFile):
         with partial.open("w", encoding="utf-8") as file:
             file.writelines(map(_text, lines))
             file.flush()
+            # Before the rename: the loss of the machine must not leave an empty file in place of all lines.
             os.fsync(file.fileno())
         with failpoints.around("metrics.truncated"):
             partial.replace(self.path)

@@ -324,6 +324,7 @@ def _advantage_fields(advantage: Advantage) -> dict[str, Any]:
 def _encode_turn(turn: Turn) -> dict[str, Any]:
     return {
         **{field.name: getattr(turn, field.name) for field in fields(Turn)},
+        # orjson writes contiguous arrays only, and these may be views of a longer one.
         "delta_ids": np.ascontiguousarray(turn.delta_ids, dtype=np.int32),
         "output_ids": np.ascontiguousarray(turn.output_ids, dtype=np.int32),
         "logprobs": np.ascontiguousarray(turn.logprobs, dtype=np.float32),

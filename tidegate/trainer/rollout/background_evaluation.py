@@ -60,6 +60,7 @@ class BackgroundEvaluation:
         """Begin the evaluation of the live version. The previous one must have been collected."""
         assert self._task is None, "an evaluation runs"
         weights, version = self.publisher.current
+        # Before the first await: a publish meanwhile would remove the weights that are evaluated.
         self.publisher.kept, self._version = weights, version
         self.pinned = await self._pin(weights, version)
         self._task = asyncio.create_task(self._run(step, version, weights), name=f"evaluation {step}")
@@ -68,6 +69,7 @@ class BackgroundEvaluation:
         """Return the evaluation that ended since, if any; with `wait`, wait for the one that runs."""
         if self._task is None or not (wait or self._task.done()):
             return None
+        # `wait`, as a cancelled caller must not cancel the evaluation.
         await asyncio.wait([self._task])
         task, self._task = self._task, None
         self.publisher.kept = None

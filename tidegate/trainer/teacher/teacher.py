@@ -129,6 +129,8 @@ class Teacher:
                 scores = await self.client.score(url, ids, start, self.settings.asked_top_k)
             except EngineError as error:
                 with self._reported(url, error):
+                    # In its place among `max_requests`: a teacher that recovers is not met by all requests at
+                    # once.
                     scores = await self._repeat(url, ids, start, error)
         self.last_progress = time.monotonic()
         return scores
