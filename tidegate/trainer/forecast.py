@@ -58,6 +58,7 @@ async def _sample(engines: Sequence[EngineControl], each: int) -> float:
     }  # fmt: skip
     began = time.monotonic()
     await asyncio.gather(*(engine.call("/generate", body) for engine in engines for _ in range(each)))
+    # It is divided by.
     return max(time.monotonic() - began, 1e-6)
 
 

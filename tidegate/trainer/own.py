@@ -161,6 +161,7 @@ class OwnTrainer:
             save: Writes into a new directory: the weights, in Hugging Face's format, into its subdirectory
                 `model`, and whatever else the loop needs to go on. It is called in a thread.
         """
+        # A batch that was leased before another commit may have become too old since.
         if old := [group.id for group in groups if self._too_old(group)]:
             raise TrainingError(
                 f"groups {', '.join(old)} are beyond the bound of {self.max_staleness} versions: commit a "

@@ -49,6 +49,7 @@ def _check_engine(url: str) -> None:
     key = os.environ.get(ENGINE_KEY, "").strip() or engine_key()
     request = Request(address, headers=engine_headers(url, key))
     try:
+        # Without a proxy, as the run itself calls engines.
         with build_opener(ProxyHandler({})).open(request, timeout=ENGINE_S) as response:
             info = json.loads(response.read(1_000_000))
     except HTTPError as error:

@@ -119,6 +119,7 @@ class Run:
         part = self.dir / ".config.toml.partial"
         part.write_text(saved(self.settings), encoding="utf-8")
         with failpoints.around("config"):
+            # As a whole: a resume after a kill must find settings that it can read.
             part.replace(config)
         return changed
 

@@ -155,6 +155,7 @@ class Training:
             MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge,
             self.writer,
         )  # fmt: skip
+        # A credit assignment of the user's own has no means; a checkpoint then holds none.
         self._means = credit.means if isinstance(credit, BaselineCredit) else RunningMeans()
         if start.checkpoint is not None:
             self._means.restore(start.checkpoint.state.get("baseline", {}))

@@ -42,6 +42,7 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]
         return None if self._own.checkpoint is None else str(self._own.checkpoint / "model")
 
     def __enter__(self) -> Self:
+        # One event loop for all steps: the clients' connections belong to it.
         self._runner.__enter__()
         try:
             self._runner.run(self._own.__aenter__())
@@ -146,6 +147,7 @@ class GatewayGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        # TRL would take its own recomputed logprobs, in which no staleness is left.
         batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
         return batch
 

@@ -63,6 +63,7 @@ class GroupsInFlight:
         for trajectory in group.trajectories:
             slot = trajectory.slot or 0
             attempt = f"{group.id}.{slot}.1"
+            # A client's episodes need not be in the order of their slots.
             state.slots += [Slot() for _ in range(slot + 1 - len(state.slots))]
             state.slots[slot] = Slot(issued=1, done=attempt, outcome=trajectory.outcome)
             self.issue_attempt(state, slot, attempt, 1)

@@ -26,6 +26,7 @@ def centred(returns: Floats) -> Floats:
     """
     if not returns.size or not np.isfinite(returns).all():
         raise ValueError(f"a group's returns must be one or more finite numbers, not {returns.tolist()}")
+    # By tolerance: divided by the deviation, mere rounding would become advantages of full size.
     alike = np.ptp(returns, axis=0) <= 1e-9 * np.maximum(1.0, np.abs(returns).max(axis=0))
     return np.where(alike, 0.0, returns - returns.mean(axis=0))
 

@@ -229,6 +229,7 @@ class Batcher:
         self.last_progress = time.monotonic()
         if not await self._admit(group):
             return None
+        # First: `should_train` raises for rewards that are not finite.
         faulty = faulty_reward(group)
         trainable = faulty is None and self.should_train(group)
         if not trainable or (self.own_filter is not None and not await self.own_filter.keeps(group)):
@@ -298,6 +299,7 @@ class Batcher:
 
     def record_step(self, batch: Batch, step: int) -> None:
         """Record the step in the ledger."""
+        # First: if the ledger cannot be written this raises, and nothing else has changed.
         self.admission.step(batch.selection, step)
         for group in batch.groups:
             self.tokens.record_used(group.trajectories)

@@ -49,6 +49,7 @@ class BestCheckpoint:
 
         Returns whether they were copied. Raises OSError, WeightsError.
         """
+        # Of equal rewards the newer policy is kept.
         if self.reward is not None and reward < self.reward:
             return False
         place = self.directory / f"{LINK}-v{version}-step{step}"  # versions are unique

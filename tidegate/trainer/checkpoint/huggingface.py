@@ -123,6 +123,7 @@ def as_in_files(model: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
     The values need not be of the whole model, but of whole units (`conversion_units`).
     """
+    # transformers fuses experts into one tensor when it reads a model; files have them singly.
     return revert_weight_conversion(model, values) if values else {}
 
 

@@ -124,6 +124,7 @@ class RemoteServer(RemoteProcess):
         command = await self._start_command()
         self.url = await self._call("start", command, within_s=self._ready_s + REPLY_TIMEOUT_S)
         if self._port is not None:
+            # A restart must get the same address: agents and clients keep it.
             self._port = int(self.url.rpartition(":")[2])
         return self.url
 

@@ -280,6 +280,7 @@ class LedgerCheck:
         """Draw the conclusions. `committed` is the ledger's position in the newest checkpoint's marker."""
         self.audit.groups = Counter(self.state_of(group, committed) for group in self.groups.values())
         self.audit.attempts = Counter(self.state_of(item, committed) for item in self.attempts.values())
+        # A run that was killed leaves live groups to its next start.
         if self.finished and (live := self.audit.groups["live"] + self.audit.attempts["live"]):
             self.report(f"the run ended with {live} groups or attempts still live")
         if self.finished and (lost := [name for name, group in self.groups.items() if group.discarded]):
@@ -308,6 +309,7 @@ class LedgerCheck:
                 sizes[group.ended["step"]] += 1
         self.audit.steps = len(sizes)
         for step, size in sorted(sizes.items()):
+            # The trainer may be writing a step's entries while the audit reads.
             torn = self.recording and step == max(sizes) and size < self.batch_size[step]
             if size != self.batch_size[step] and not torn:
                 self.report(f"step {step} took {size} groups, not {self.batch_size[step]}")

@@ -102,6 +102,7 @@ class Ledger(AppendedFile):
         rest = data
         try:
             while rest:
+                # An unbuffered write may take only a part of the data.
                 rest = rest[self._file.write(rest) :]
         except OSError:
             self._file.truncate(self._size)
@@ -138,6 +139,7 @@ class Ledger(AppendedFile):
             try:
                 await asyncio.to_thread(_sync_and_close, handles)
             except OSError as error:
+                # Remembered: a later sync may pass although entries of this one are lost.
                 self._failure = f"{self.path}: cannot sync: {error.strerror}; {remedy(error)}"
                 raise LedgerError(self._failure) from error
             for file in full:

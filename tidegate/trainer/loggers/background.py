@@ -54,6 +54,7 @@ class BackgroundLogger(Silent):
         self._thread.start()
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        # A copy: the line is read in the thread after the caller may have changed it.
         self._put(dict(metrics))
 
     def close(self) -> None:
@@ -69,6 +70,7 @@ class BackgroundLogger(Silent):
         if self._disabled.is_set():
             return
         try:
+            # A full queue must not block the training loop.
             self._lines.put_nowait(line)
         except queue.Full:
             self._disable(f"{MAX_QUEUED} steps are queued")
@@ -90,6 +92,7 @@ class BackgroundLogger(Silent):
             except Exception as error:  # noqa: BLE001 - reported; the last attempt below raises
                 why = f"{type(error).__name__}: {error}"
                 self._report(f"the logger {self._name} did not start ({why}); trying again in {delay:g} s")
+            # The end of the run must not wait for a server that may never answer.
             self._closing.wait(delay)
         return self._make(self._step)
 

@@ -35,6 +35,7 @@ class MLflow:
             self._client.log_batch(self._run, params=params[start : start + MOST_PARAMS])
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        # MLflow counts milliseconds.
         when, step = round(1000 * metrics["time"]), int(metrics["step"])
         values = [Metric(name, value, when, step) for name, value in scalars(metrics).items()]
         self._client.log_batch(self._run, metrics=values)

@@ -21,6 +21,7 @@ class Trackio:
             name=settings.run.name,
             group=settings.run.name,
             config=public_settings(settings),
+            # No output in a notebook, and no samples of its own beside `load.jsonl`.
             embed=False,
             auto_log_gpu=False,
             auto_log_cpu=False,

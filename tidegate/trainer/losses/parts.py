@@ -153,6 +153,7 @@ def token_mean(rows: Sequence[TrainingSequence]) -> tuple[list[float], float]:
 def trajectory_mean(rows: Sequence[TrainingSequence]) -> tuple[list[float], float]:
     """Weighs every trajectory 1, over all its rows; N is the number of trajectories."""
     tokens = _tokens_by_trajectory(rows)
+    # A trajectory with branches has several rows, which share its weight.
     weights = [1.0 / tokens[row.session_id] if row.trained else 0.0 for row in rows]
     return weights, float(sum(1 for number in tokens.values() if number))
 

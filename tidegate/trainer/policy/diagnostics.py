@@ -64,6 +64,7 @@ class Diagnostics:
             self._sum("reference_k3", torch.expm1(-distance_n) + distance_n)
 
     def _sum(self, name: str, value_n: Tensor) -> None:
+        # In float32 a sum over a batch's tokens would lose numbers as small as a KL.
         total = value_n.double().sum()
         self._sums[name] = self._sums[name] + total if name in self._sums else total
 

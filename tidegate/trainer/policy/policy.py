@@ -145,6 +145,7 @@ class Policy:
         self.non_finite: list[str] = []
         self.untrained: list[str] = []
         self._pending: _PendingBatch | None = None
+        # Engines that read it from an adapter's files have other working directories.
         self._base = base.absolute()
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
@@ -166,9 +167,11 @@ class Policy:
         """
         share_one_heap()
         torch.set_num_threads(settings.threads)
+        # An adapter's matrix A is drawn from this generator.
         torch.manual_seed(seed)
         transformers_logging.disable_progress_bar()
         ranks = ranks or Ranks(settings)
+        # Dropout would make π differ from the policy that samples.
         model = ranks.read_model(path).eval()
         if settings.reference_model is None:
             return cls(model, path, settings, ranks=ranks)
@@ -382,6 +385,7 @@ class Policy:
         """Raises RuntimeError if the current weights differ from these."""
         own = self._base_tensors(self.model.state_dict(keep_vars=True))
         same = all(name in values and values[name].equal(value.cpu()) for name, value in own.items())
+        # Rank 0 alone has values to compare, and all ranks must raise.
         if not self.ranks.collect(same)[0]:
             raise RuntimeError(
                 "the base model merged with the trainer's adapter has other weights; set model.path and "
@@ -396,6 +400,7 @@ class Policy:
         for name, tensor in live.items():
             if tensor.shape != values[name].shape:
                 raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
+            # Into the same memory: the optimiser and a working copy hold these tensors.
             tensor.copy_(self.ranks.shard(values[name], tensor))
         self._forward.refresh()
 
@@ -406,6 +411,7 @@ class Policy:
         The weights, gathered, and the state are copied; each rank begins to write its shards of the
         optimiser's moments beside `directory`. A single rank copies nothing and returns itself.
         """
+        # A copy would double the memory, and nothing else changes the policy before it is written.
         if self.ranks.count == 1:
             return self
         shards = directory.with_name(f".{directory.name}.{OPTIMIZER}")
@@ -416,6 +422,7 @@ class Policy:
             for index, of_parameter in state["optimizer"]["state"].items()
             for name in [name for name, value in of_parameter.items() if value.ndim]  # not the step count
         }
+        # Into memory: the state changes while the files are being written.
         torch.save({**state, "sharded": list(moments)}, copied)
         written = self.ranks.begin_save(moments, shards)
         beside = shards if moments else None

@@ -245,6 +245,7 @@ def snapshot_weights(current: CurrentWeights, published: Path, name: str) -> tup
     if weights.parent != published:
         return weights, version
     place = published / f"of-{name}"
+    # Left from the engine's start before, whose weights are not needed any more.
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(weights, place, copy_function=os.link)
     return place, version

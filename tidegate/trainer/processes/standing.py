@@ -135,6 +135,7 @@ class StandingService:
         published = [path for path in (self._dir / "weights").glob("v*") if path.name[1:].isdigit()]
         if not published:
             return self.settings.model.path.absolute(), set_first_version(self._dir)
+        # By number: names of versions beyond 999,999 do not sort as text.
         newest = max(published, key=lambda path: int(path.name[1:]))
         return newest, int(newest.name[1:])
 

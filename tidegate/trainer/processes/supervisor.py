@@ -65,6 +65,7 @@ async def watchdog(
 ) -> None:
     """Raises NoProgressError after `limit_s` without progress, with `describe()` in its message."""
     while True:
+        # The interval of the checks must not exceed a short limit.
         await asyncio.sleep(min(check_s, limit_s / 4))
         idle = time.monotonic() - last_progress()
         if idle > limit_s:

@@ -178,6 +178,7 @@ class WeightBroadcaster:
             # new requests wait for the call.
             await engine.pause()
             await self._compare(engine, link)
+        # Before the call, as its reply may be lost after the engine has begun.
         self._opened.add(engine.url)
         await engine.call("/begin_weight_update", {})
 

@@ -81,6 +81,7 @@ class CandidateEngines:
             for url, row in rows.items()
             if row["healthy"] and row["admitted"] and url not in reserved and self._engines.control(url)
         ]
+        # An engine that left meanwhile is replaced by another.
         missing = max(0, self._number - len(reserved))
         taken = serving[1:][:missing]  # the first stays in service
         for url in taken:

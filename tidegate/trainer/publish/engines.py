@@ -61,6 +61,7 @@ class EngineMembership:
         Of the engines in the gateway's journal, those of the run's last start are removed, and those that had
         joined are disabled until they have loaded the current version.
         """
+        # The gateway lists them without the slash.
         own = [url.rstrip("/") for url in urls]
         rows = await self._gateway.list_engines()
         if any(row.get("candidate") for row in rows):  # of a trainer that was killed

@@ -60,6 +60,7 @@ class PublishGate:
         """Return the share of the unfinished conversations that `version` would make too stale."""
         bound = math.inf if self.bound is None else self.bound
         unended = [group.oldest_version for group in await self.gateway.list_groups() if group.unended]
+        # A conversation without a sampled token can still begin with the new version.
         lost = sum(oldest is not None and version - oldest > bound for oldest in unended)
         return lost / len(unended) if unended else 0.0
 

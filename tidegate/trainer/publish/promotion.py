@@ -137,6 +137,7 @@ class Promotion:
             rewards = [] if self.stop.is_set() else await self.evaluate(step, version)
             if self.stop.is_set():
                 return None
+            # Failed episodes are missing: a mean of few would be compared with the mean of all.
             if rewards and 2 * len(rewards) >= len(live):
                 break
         else:

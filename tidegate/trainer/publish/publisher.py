@@ -165,6 +165,7 @@ class Publisher:
                 try:
                     weights = await self._write(self.writer.write_full, version)
                 except BaseException:
+                    # The transfer has left the other engines paused, with weights of no version.
                     await self._load_current(http, skipped | loaded)
                     raise
                 self._set_current(weights, version)

@@ -62,6 +62,7 @@ class JudgeRecord:
         diverging = _changed(pairs[:, 0]) > SIGNIFICANT and _changed(pairs[:, 1]) < -SIGNIFICANT
         metrics = {"judge/diverging": float(diverging)}
         _, counts = np.unique(pairs[:, 1], return_counts=True)
+        # Of nearly equal rewards, a few pairs would decide the agreement.
         if len(pairs) - counts.max() < FEWEST_OTHERS:
             return metrics
         return metrics | {"judge/agreement": somers_d(pairs[:, 0], pairs[:, 1])}

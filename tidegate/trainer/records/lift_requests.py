@@ -24,6 +24,7 @@ def request_lift(run_dir: Path, tasks: Iterable[str]) -> None:
     """Write a request to lift the quarantine of tasks, for the run's trainer or the next one."""
     directory = run_dir / DIRECTORY
     directory.mkdir(exist_ok=True)
+    # By time: requests are carried out in the order of their names.
     name = f"{time.time_ns()}-{secrets.token_hex(4)}.json"
     write_atomically(directory / name, json.dumps(sorted(tasks)))
 

@@ -183,6 +183,7 @@ class Evaluator:
                 task.cancel()
             ended = await asyncio.gather(*running, return_exceptions=True)
         for result in ended:
+            # CancelledError is none: it is of episodes that the deadline ended.
             if isinstance(result, Exception):
                 raise result
         if unfinished := len(planned) - self._done:

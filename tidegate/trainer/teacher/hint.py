@@ -19,6 +19,7 @@ class Hint:
     def __init__(self, text: str, tokenizer: Any) -> None:
         self._text = text
         self._tokenizer = tokenizer
+        # At the start of the run, so that a template without system messages is refused before any sampling.
         self._render(text)
 
     def prepend(self, ids: list[int], answer: Any) -> list[int]:
