@@ -84,6 +84,7 @@ class Loop:
                 # A cancellation between the optimiser's step and its ledger entry would leave weights that no
                 # checkpoint may hold.
                 await run_to_completion(self._train(parts, metrics))
+                # No weight has changed: there is nothing to publish, to evaluate or to save.
                 if self.skipped:
                     continue
                 if self.settings.is_publish_step(self.step):

@@ -75,6 +75,7 @@ class Rollout:
         """Start groups while admission allows. Raises NoUsableEpisodesError if training cannot progress."""
         try:
             while True:
+                # Before the checks below: what changes during them must be seen in another round.
                 self._wake.clear()
                 self._raise_if_broken()
                 while not self._stopped and self.admission.blocked_by() is None:
