@@ -181,6 +181,44 @@ def test_snapshots_and_states_that_no_directory_names_are_deleted(base: Path, tm
     assert [path for path in left if "/weights/" in path] == [policy._state]
 
 
+def test_a_checkpoint_that_a_kill_left_incomplete_stops_no_resume(base: Path, tmp_path: Path) -> None:
+    service = fake_tinker.Service()
+    policy = policy_at(service, base)
+    saved = checkpoints.read(checkpoints.save(tmp_path, 1, policy, {}))
+    for name in ("trainer.pt", "tinker.json"):
+        (tmp_path / "checkpoints" / "step_2").mkdir(exist_ok=True)
+        (tmp_path / "checkpoints" / "step_2" / name).write_text("")
+    resumed = policy_at(service, base)
+    checkpoints.load(saved, resumed)
+    resumed.save_weights(tmp_path / "weights" / "v1")
+    assert not service.deleted
+
+
+def test_states_of_a_checkpoint_removed_after_a_resume_are_deleted_later(base: Path, tmp_path: Path) -> None:
+    service = fake_tinker.Service()
+    policy = policy_at(service, base)
+    policy.save_weights(tmp_path / "weights" / "v0")
+    old = policy._sampler
+    policy.backward(batch(0), 0)
+    policy.optimizer_step()
+    saved = checkpoints.read(checkpoints.save(tmp_path, 1, policy, {}))
+    resumed = policy_at(service, base)
+    checkpoints.load(saved, resumed)
+    (tmp_path / "weights" / "v0" / "tinker.json").unlink()
+    resumed.save_weights(tmp_path / "weights" / "v1")  # has its snapshot, and opens no session
+    resumed.backward(batch(1), 1)
+    resumed.optimizer_step()
+    resumed.save_weights(tmp_path / "weights" / "v2")
+    assert old in service.deleted
+
+
+def test_a_run_does_not_begin_with_another_version_than_its_engines(base: Path, tmp_path: Path) -> None:
+    service = fake_tinker.Service()
+    version = policy_at(service, base).save_weights(tmp_path / "weights" / "v0")
+    with pytest.raises(ConfigError, match=r"model\.path = .*v0"):
+        policy_at(service, version)
+
+
 # -- the engine
 
 
@@ -284,10 +322,22 @@ async def test_training_calls_are_sent_once_unless_they_were_refused(monkeypatch
     async def call() -> None:
         raise errors.pop(0)
 
-    service_module.connect(TinkerService(base_model="base"), "key", once=True)
+    service_module.connect(TinkerService(base_model="base"), "key", once_s=60.0)
     with pytest.raises(fake_tinker.APIConnectionError):
         await client.holder.execute_with_retries(call)
     assert not errors
+
+
+async def test_a_service_that_refuses_for_too_long_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(holder=SimpleNamespace(execute_with_retries=None))
+    monkeypatch.setattr(fake_tinker, "ServiceClient", lambda **_: client, raising=False)
+
+    async def call() -> None:
+        raise fake_tinker.RateLimitError
+
+    service_module.connect(TinkerService(base_model="base"), "key", once_s=0.0)
+    with pytest.raises(fake_tinker.RateLimitError):
+        await asyncio.wait_for(client.holder.execute_with_retries(call), 5)
 
 
 def test_a_hosted_service_needs_a_key_which_is_in_no_setting(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ again as a whole, in a new session that begins with the last saved state. No ste
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import CheckpointError, TrainingError
+from tidegate.errors import CheckpointError, ConfigError, TrainingError
 from tidegate.service.backoff import backoff_s
 from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk
 from tidegate.trainer.batch.rows import TrainingSequence
@@ -56,6 +57,9 @@ class TinkerPolicy:
         steps: number of batches trained on.
         non_finite: ids of the groups whose loss was not finite in the last batch.
         untrained: ids of the groups of the last batch on which no step was taken.
+
+    Raises:
+        ConfigError: `base` is a version of another run.
     """
 
     def __init__(
@@ -66,11 +70,16 @@ class TinkerPolicy:
         key: str,
         open_service: Callable[[], Any] | None = None,
     ) -> None:
+        if (base / SNAPSHOT).exists():  # engines would sample from it, but training begins with `base_model`
+            raise ConfigError(
+                f"model.path = {base}: a version of a run at a Tinker service, from which no other run "
+                "begins: name the base model's directory"
+            )
         self.settings = settings
         self.steps = 0
         self.non_finite: list[str] = []
         self.untrained: list[str] = []
-        self._open_service = open_service or (lambda: connect(settings.tinker, key, once=True))
+        self._open_service = open_service or (lambda: connect(settings.tinker, key, once_s=settings.outage_s))
         self._seed = seed
         self._files = {**tokenizer_files(base), "config.json": (base / "config.json").read_bytes()}
         if (generation := base / "generation_config.json").is_file():
@@ -303,6 +312,8 @@ class TinkerPolicy:
             raise CheckpointError(f"{directory} names no snapshot of a Tinker service: {error}") from error
 
     def _delete_unused(self, run_dir: Path) -> None:
+        if self._service is None:
+            return  # after a resume: with the next version
         unused = self._saved - _named(run_dir) - {self._sampler or "", self._state or ""}
         for path in unused:
             self._saved.discard(path)
@@ -335,12 +346,12 @@ def _tensor(tinker: Any, values: npt.NDArray[Any], dtype: str) -> Any:
 
 def _named(run_dir: Path) -> set[str]:
     """Return the states and snapshots that the directories of a run name."""
-    files = {SNAPSHOT: "sampler", TRAINER_STATE: "state"}
-    return {
-        json.loads(path.read_text(encoding="utf-8"))[key]
-        for name, key in files.items()
-        for path in run_dir.glob(f"*/*/{name}")
-    }
+    named = set()
+    for name, key in {SNAPSHOT: "sampler", TRAINER_STATE: "state"}.items():
+        for path in run_dir.glob(f"*/*/{name}"):
+            with contextlib.suppress(ValueError, KeyError):  # a killed process left an incomplete file
+                named.add(json.loads(path.read_text(encoding="utf-8"))[key])
+    return named
 
 
 def _name(kind: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -60,25 +61,29 @@ def sdk() -> Any:
     return tinker
 
 
-def connect(settings: TinkerService, key: str, *, once: bool = False) -> Any:
+def connect(settings: TinkerService, key: str, *, once_s: float | None = None) -> Any:
     """Open a session at the service, and return the SDK's ServiceClient.
 
     Args:
         settings: The service.
         key: Its key.
-        once: Send each call once. The SDK repeats calls whose reply was lost, with the same sequence number;
-            a service that ignores these numbers, such as skyrl-tx 0.3, would take a step twice.
+        once_s: Send each call once, and again for so many seconds if the service refuses it for its rate.
+            None: as the SDK does, which repeats calls whose reply was lost, with the same sequence number; a
+            service that ignores these numbers, such as skyrl-tx 0.3, would take a step twice.
     """
     tinker = sdk()
     url = {} if settings.base_url is None else {"base_url": settings.base_url}
-    client = tinker.ServiceClient(api_key=key, max_retries=0 if once else 10, **url)
-    if once:
+    client = tinker.ServiceClient(api_key=key, max_retries=10 if once_s is None else 0, **url)
+    if once_s is not None:
 
         async def send(call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
+            deadline = time.monotonic() + once_s
             while True:
                 try:
                     return await call(*arguments, **options)
                 except tinker.RateLimitError:  # refused before it had an effect
+                    if time.monotonic() >= deadline:
+                        raise
                     await asyncio.sleep(1.0)
 
         client.holder.execute_with_retries = send

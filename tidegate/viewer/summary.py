@@ -115,12 +115,9 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
         steps.append(("read the report", str(result["report"])))
     steps += _continue(result)
     if result.get("checkpoint"):
-        model = shlex.quote(str(result["checkpoint"]))
-        steps.append(("serve the checkpoint", f"tidegate engine --model.path {model}"))
+        steps.append(("serve the checkpoint", _serve(str(result["checkpoint"]), run_dir)))
     if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
-        steps.append(
-            ("serve the best policy so far", f"tidegate engine --model.path {shlex.quote(str(best))}")
-        )
+        steps.append(("serve the best policy so far", _serve(str(best), run_dir)))
     if run_dir is None:
         return steps
     here = shlex.quote(str(run_dir))
@@ -129,6 +126,19 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     if (run_dir / "ledger.jsonl").exists():
         steps.append(("check the ledger", f"tidegate audit {here}"))
     return [*steps, _another_run(run_dir)]
+
+
+def _serve(model: str, run_dir: Path | None) -> str:
+    """Returns the command that serves a checkpoint: here, or from the service that has its weights."""
+    trainer = {} if run_dir is None else read_settings(run_dir, []).get("trainer", {})
+    command, path = trainer.get("backend", "own"), f"--model.path {shlex.quote(model)}"
+    if command == "own":
+        return f"tidegate engine {path}"
+    service = trainer.get(command, {})
+    names = [name for name in ("base_model", "base_url", "api_key_file") if name in service]
+    return " ".join(
+        [f"tidegate {command} {path}", *(f"--{command}.{one} {shlex.quote(service[one])}" for one in names)]
+    )
 
 
 def _after_failure(result: Mapping[str, object], run_dir: Path) -> list[tuple[str, str]]:

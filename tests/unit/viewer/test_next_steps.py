@@ -32,6 +32,15 @@ def test_after_a_failure_they_help_to_find_its_cause(tmp_path: Path) -> None:
     )
 
 
+def test_a_checkpoint_at_a_service_is_served_from_there(tmp_path: Path) -> None:
+    run = write_dashboard_run(tmp_path / "run")
+    settings = '[trainer]\nbackend = "tinker"\n[trainer.tinker]\nbase_model = "Qwen/Qwen3-8B"\n'
+    (run.dir / "config.toml").write_text(settings + 'base_url = "http://127.0.0.1:8000"\n')
+    assert dict(next_steps({"checkpoint": "c"}, run.dir))["serve the checkpoint"] == (
+        "tidegate tinker --model.path c --tinker.base_model Qwen/Qwen3-8B --tinker.base_url http://127.0.0.1:8000"
+    )
+
+
 def test_a_failure_before_anything_was_written_suggests_nothing_that_needs_a_file(tmp_path: Path) -> None:
     assert next_steps({"status": "failed", "resume": "tidegate train x"}, tmp_path) == [
         ("then train from the start", "tidegate train x")

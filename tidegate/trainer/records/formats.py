@@ -237,7 +237,8 @@ FORMATS = {
     "verl": Format(
         _verl,
         "advantages (verl computes them from the rewards), temperatures, versions of single tokens (it has "
-        f"the oldest and the newest of a sequence), {LIKELIEST}",
+        f"the oldest and the newest of a sequence), {LIKELIEST}, episodes with several sequences (each is a "
+        "row, which counts in the group)",
     ),
     "prime-rl": Format(_prime_rl, f"groups, episodes, rewards, versions, {LIKELIEST}"),
     "atif": Format(
