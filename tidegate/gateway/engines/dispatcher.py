@@ -57,6 +57,7 @@ class Dispatcher:
         """Takes an engine out of rotation; its running calls continue. None if it is unknown."""
         engine = self.engines.pop(url, None)
         if engine is not None:
+            # Running calls hold the endpoint: their release must not dispatch to it.
             engine.healthy = False
             self.requeue(engine)
             del self._queues[engine]
@@ -118,6 +119,7 @@ class Dispatcher:
             self._tickets.served(waiter.affinity.flow, waiter.ticket)
             if waiter.slot.done():
                 continue  # cancelled, but its task has not run since
+            # A session whose engine is only busy stays assigned to it, where its prefix is cached.
             if waiter.affinity.engine is None or not self._suits(waiter.affinity.engine, waiter.affinity):
                 waiter.affinity.assign(engine)
             engine.busy += 1

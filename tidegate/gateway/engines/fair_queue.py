@@ -42,6 +42,7 @@ def has_room(held: Mapping[str, int], name: str, limit: int, *, least: int = 0) 
         limit: Limit of all together.
         least: Share of each holder if the equal one is less.
     """
+    # With `name`, which may hold nothing yet and counts as one that shares.
     share = max(least, limit // len({*held, name}))
     return sum(held.values()) < limit or held.get(name, 0) < share
 
@@ -62,6 +63,7 @@ class Tickets:
     def draw(self, flow: str) -> QueueTicket:
         number = next(self._numbers)
         state = self._flows.setdefault(flow, _Flow(number, self._round))
+        # From the round that is served: a flow that was idle must not claim the rounds that it missed.
         state.round = max(state.round, self._round) + 1
         state.waiting += 1
         return QueueTicket(state.round, state.entered, number)

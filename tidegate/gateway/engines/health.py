@@ -74,12 +74,15 @@ class HealthProbe:
             else:
                 self._quarantine()
                 if self._others_serve():
+                    # An expired deadline ends the calls as timeouts, which the pool retries on another
+                    # engine.
                     for timeout in self._engine.calls.values():
                         timeout.reschedule(0.0)
                     self._engine.calls.clear()
                 failures += 1
                 pause = backoff_s(failures, _FIRST_WAIT_S, self._options.probe_every_s)
             self.probed.set()
+            # After `_quarantine`, which sets it: its own wake-up must not skip the pause.
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):

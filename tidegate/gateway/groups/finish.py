@@ -66,11 +66,15 @@ class SessionFinisher:
         if session.trajectory is not None:
             return session.trajectory
         if session.ending is None:
+            # Before `decide_outcome`, which judges by the newest delivered turn.
             session.tree.resolve_deliveries()
             ending = decide_outcome(session, report, now)
             session.close("it was finished")
             session.ending = ending
+        # A second caller joins: a reward is computed once, as a judge costs money and may answer
+        # differently.
         finishing = session.finishing or self.start_finishing(session)
+        # Not `wait_for`, which would cancel the reward when the caller's time is over.
         await asyncio.wait((finishing,), timeout=wait_s)
         if finishing.cancelled():
             raise GatewayError(f"session {session.id} was deleted while it was being finished", status=404)
@@ -85,10 +89,13 @@ class SessionFinisher:
         return task
 
     async def _finish(self, session: GatewaySession, ending: SessionResult) -> Trajectory:
+        # Before the reward: after a crash in between, the reward is computed for the same ending and
+        # turns.
         await self._journal.closing(session)
         trajectory = trajectory_of(session, ending)
         await self._score(session, ending, trajectory)
         forget_at = asyncio.get_running_loop().time() + self._retention_s
+        # Before the fields are set: what others can see must not be lost by a crash.
         await self._journal.finished(session, trajectory, forget_at)
         session.trajectory, session.forget_at = trajectory, forget_at
         session.ended.set()
@@ -99,12 +106,14 @@ class SessionFinisher:
 
     async def _score(self, session: GatewaySession, ending: SessionResult, trajectory: Trajectory) -> None:
         """Set the reward; an episode whose state is lost is an `infra_error`, whatever its agent reported."""
+        # Episodes without tools would lower the averages of these metrics with zeros.
         if (info := self._states.info(session)) is not None and (info.tools or trajectory.tool_calls):
             trajectory.metrics |= _tool_metrics(trajectory.tool_calls)
         lost = await self._states.wait_until_ready_or_lost(session)
         if lost is not None and trajectory.outcome is not Outcome.CANCELLED:
             trajectory.outcome, trajectory.error = Outcome.INFRA_ERROR, lost
         else:
+            # A client's conversation cannot be run again, so its reward waits for an unavailable judge.
             agent_reward, once = ending.agent_reward, session.client is None
             await self._scorer.reward(trajectory, session.task, session.rewards, agent_reward, once=once)
 
@@ -134,6 +143,7 @@ class SessionFinisher:
 
     def end_by_gateway(self, session: GatewaySession, report: FinishReport, now: float) -> None:
         """End a session that its agent did not finish; a reply in doubt stays undelivered."""
+        # Without `resolve_deliveries`: no client vouches that it read the last reply.
         session.ending = replace(decide_outcome(session, report, now), imposed=True)
         if session.on_stop is not None:
             session.on_stop(session)
@@ -145,6 +155,7 @@ class SessionFinisher:
     async def forget(self, sessions: list[GatewaySession]) -> None:
         """Delete sessions and their records permanently. Raises GatewayError."""
         for session in sessions:
+            # Before the journal's delete: a call that is still running would write a turn after it.
             session.stop("it was deleted")
         await self._journal.forgotten(sessions)
         for session in sessions:
@@ -156,6 +167,7 @@ class SessionFinisher:
         for session in self._sessions.all():
             if not session.finished and now >= session.deadline:
                 session.close("its deadline passed")
+            # The task would store the trajectory of a deleted session.
             rewarding = session.finishing is not None and not session.finishing.done()
             if now >= self._expires_at(session) and not rewarding and not self._sealed(session):
                 log.info("session %s expired (%s)", session.id, session.state)
@@ -163,6 +175,7 @@ class SessionFinisher:
         try:
             await self.forget(expired)
         except GatewayError as error:
+            # They expire again at the next call, so a full disk costs nothing but the delay.
             log.error("%d expired sessions could not be deleted: %s", len(expired), error)
 
     def _expires_at(self, session: GatewaySession) -> float:

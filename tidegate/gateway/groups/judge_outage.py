@@ -38,6 +38,7 @@ async def retry_while_unavailable(call: Callable[[], Awaitable[T]], what: str) -
         try:
             return await call()
         except RewardUnavailableError as error:
+            # Checked after a call, so that one is made even if the last pause lasted beyond the end.
             if asyncio.get_running_loop().time() >= end:
                 raise
             log.warning("%s: %s; it is called again", what, error)

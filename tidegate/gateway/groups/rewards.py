@@ -58,6 +58,8 @@ class Scorer:
             if trajectory.outcome.trainable:
                 trajectory.reward_parts = dict(posted)
                 await self._reward(trajectory, task, once)
+                # Each reward is finite, but the trainer adds them, and the sum may overflow; absolute
+                # values bound any order.
                 sizes = [abs(trajectory.reward or 0.0), *(abs(turn.reward) for turn in trajectory.turns)]
                 finite("the sum of the episode's and its turns' rewards", sum(sizes))
         except (RewardError, EpisodeLostError) as error:
@@ -72,6 +74,7 @@ class Scorer:
                 raise RewardError(f"environment {trajectory.env!r} cannot score a session without a task")
             session = trajectory.session_id
             call = functools.partial(self._environments.score, session, task, trajectory)
+            # Two clocks: spans need the time of day, and a duration must not jump when that is set.
             trajectory.reward_started, began = time.time(), time.monotonic()
             try:
                 scored = await (
@@ -86,6 +89,7 @@ class Scorer:
                 reward_turns(trajectory, scored.turn_rewards)
         elif trajectory.agent_reward is not None:
             trajectory.reward = trajectory.agent_reward
+        # The turns carry the reward, and None would mean that the episode has none.
         elif any(turn.reward for turn in trajectory.turns):
             trajectory.reward = 0.0
         else:

@@ -56,6 +56,8 @@ class GroupSealer:
             GatewayError: A session cannot be part of the group, or the judge failed (status UNRANKED).
         """
         if self._groups.end_reason(group_id) is not None:
+            # Before the sessions are looked up: those of an ended group are deleted, and a 404 would hide
+            # why it ended.
             await self._groups.seal(Group(group_id, task_id, []), epoch)  # raises
         if not session_ids:
             raise GatewayError(f"group {group_id} cannot be sealed without sessions", status=400)
@@ -64,6 +66,7 @@ class GroupSealer:
         scored = None
         if self._is_ranked(sessions[0]):
             ranking = self._rankings.get(group_id) or self._start(group_id, sessions)
+            # The ranking goes on after `wait_s`, and a repeated call finds it.
             await asyncio.wait((ranking,), timeout=wait_s)
             if not ranking.done():
                 return False
@@ -71,7 +74,10 @@ class GroupSealer:
             trajectories = [_with(*pair) for pair in zip(trajectories, scored, strict=True)]
         await self._groups.seal(Group(group_id, task_id, trajectories), epoch, ranked=scored is not None)
         for session, trajectory in zip(sessions, trajectories, strict=True):
+            # After the journal has the ranked rewards: a failed seal is repeated, and must not add them
+            # twice.
             session.trajectory = trajectory
+        # Only now, as a repeated call of a failed seal needs the result again.
         self.forget(group_id)
         return True
 
@@ -94,6 +100,8 @@ class GroupSealer:
         if session.trajectory is None or session.group_id != group_id:
             what = "not finished" if session.trajectory is None else f"of group {session.group_id!r}"
             raise GatewayError(f"session {session_id} is {what}", status=400)
+        # A failed ranking took the rewards away; a repeated call must get the judge's failure and not
+        # this refusal.
         unranked = session.trajectory.outcome is Outcome.REWARD_ERROR and group_id in self._rankings
         if session.trajectory.reward is None and not unranked:
             raise GatewayError(
@@ -106,6 +114,7 @@ class GroupSealer:
         return info is not None and info.ranked and session.task is not None
 
     def _start(self, group_id: str, sessions: Sequence[GatewaySession]) -> asyncio.Task[list[Scored]]:
+        # Callers that never return would otherwise keep their groups' rankings for ever.
         if len(self._rankings) >= REMEMBERED:
             self.forget(next(iter(self._rankings)))
         ranking = asyncio.create_task(self._rank(group_id, sessions), name=f"ranking of {group_id}")
@@ -142,6 +151,7 @@ def _result(
     if not isinstance(error, RewardError | EpisodeLostError):
         raise error
     for number, trajectory in enumerate(trajectories):
+        # The metrics count the judge's calls for the whole group: once, not once for each episode.
         if number == 0 and isinstance(error, RewardError) and trajectory.reward is not None:
             trajectory.metrics |= error.metrics
         trajectory.outcome, trajectory.error, trajectory.reward = Outcome.REWARD_ERROR, str(error), None

@@ -24,6 +24,7 @@ class EpisodeSpans:
         episode = self._spans.add(
             "episode", end - trajectory.seconds, end, _episode(trajectory), error=trajectory.error
         )
+        # Turns hold only the ids that they add, and the convention wants the size of the whole prompt.
         prompts: dict[int | None, int] = {None: 0}
         for turn in sorted(trajectory.turns, key=lambda turn: turn.index):
             prompt = prompts[turn.parent] + len(turn.delta_ids)
@@ -87,4 +88,5 @@ def _tool_call(call: ToolCall) -> Attributes:
 
 
 def _known(values: Mapping[str, str | float | None]) -> Attributes:
+    # OpenTelemetry has no null attribute.
     return {name: value for name, value in values.items() if value is not None}

@@ -88,6 +88,8 @@ class GroupStore:
         """
         async with self._changing:
             self._check(epoch)
+            # A repeated seal, whose first answer was lost, must not make a group that is leased ready
+            # again.
             if group.id in self._entries:
                 return
             if (ended := self.end_reason(group.id)) is not None:
@@ -107,11 +109,14 @@ class GroupStore:
             if epoch > self.epoch:
                 await self._journal.entered(epoch, list(self._leases))
                 self.epoch, self.run_end = epoch, None
+                # A copy, as `_end_lease` removes from it.
                 for lease_id, entry in list(self._leases.items()):
                     self._end_lease(entry)
                     self._ended_leases.note(lease_id, "fenced")
                 self._on_new_epoch()
                 await self._notify()
+            # After a newer epoch was entered, this also covers a trainer that was replaced while it
+            # waited for the lock.
             self._check(epoch)
 
     async def lease(self, epoch: int, max_groups: int, wait_s: float, key: str = "") -> list[Group]:
@@ -125,6 +130,8 @@ class GroupStore:
         while not (granted := await _uncancelled(self._grant(epoch, max_groups, key))) and max_groups > 0:
             try:
                 async with asyncio.timeout_at(deadline), self._changed:
+                    # A newer epoch ends the wait, so that a replaced trainer learns of it at once from
+                    # `_grant`.
                     await self._changed.wait_for(lambda: self.epoch > epoch or self._has(key))
             except TimeoutError:
                 return []
@@ -136,21 +143,28 @@ class GroupStore:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s), self._changed:
                 await self._changed.wait_for(lambda: self.epoch > epoch or bool(self._ready()))
+        # Again, as a newer trainer may have started during the wait.
         self._check(epoch)
         return len(self._ready())
 
     async def _grant(self, epoch: int, max_groups: int, key: str) -> list[Group]:
         async with self._changing:
             self._check(epoch)
+            # The answer to the first request was lost: other groups would leave these leased and never
+            # trained on.
             held = self._held(key)
             if held:
                 for entry in held:
+                    # Of two requests with one key the first may be found disconnected only later; its
+                    # `release` must not end the lease.
                     entry.deliveries += 1
                 return [await entry.group() for entry in held]
             leased = [
                 (entry, self._id_prefix + secrets.token_hex(12)) for entry in self._ready()[:max_groups]
             ]
             if leased:
+                # One write for all: after a crash either all are leased or none, and a repeated key finds
+                # the same groups.
                 await self._journal.leased([(entry.id, lease_id, key) for entry, lease_id in leased])
             for entry, lease_id in leased:
                 entry.lease_id = lease_id
@@ -201,6 +215,8 @@ class GroupStore:
                     raise GatewayError(f"lease {lease_id} ended when a newer trainer started", status=410)
                 if reason is None:
                     raise GatewayError(f"there is no lease {lease_id}", status=404)
+                # Acknowledged before: the answer was lost, and its repetition must succeed without
+                # effect.
                 return []
             members = await self._end(entry.id, outcome if why is None else f"{outcome}: {why}")
             self.acked[outcome] = self.acked.get(outcome, 0) + 1
@@ -223,6 +239,7 @@ class GroupStore:
         Raises GatewayError (429) if too many erasures of its client wait for a trainer.
         """
         async with self._changing:
+            # The limit counts by project key, so one client cannot use up the erasures of another.
             owner = group_id.partition(".")[0] + "."
             if group_id not in self._erasures and len(self._erasures) >= REMEMBERED:
                 waiting = sum(one.startswith(owner) for one in self._erasures)
@@ -257,6 +274,8 @@ class GroupStore:
         members = self._members(group_id)
         await self._journal.ended(group_id, why, lease_id, members, erased=why == ERASED and not again)
         if why == ERASED and not again:
+            # Apart from the bounded memory of ended groups: a forgotten erasure would leave data in the
+            # trainer's stores.
             self._erasures[group_id] = None
         if lease_id is not None:
             self._leases.pop(lease_id, None)
@@ -297,4 +316,6 @@ async def _uncancelled(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        # Groups that are leased in the journal must reach the caller, which gives them back if its client
+        # is gone.
         return await task

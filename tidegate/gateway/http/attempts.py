@@ -117,6 +117,7 @@ def _to_finish(gateway: Gateway, scope: Scope) -> GatewaySession:
 def _is_own(gateway: Gateway, key: str) -> bool:
     """Returns whether the caller runs the trainer's own agents. Raises GatewayError without a valid key."""
     options = gateway.options
+    # First, as the trainer's own agents need no worker key to be set.
     if hmac.compare_digest(key.encode(), agents_key(options.admin_key).encode()):
         return True
     if options.worker_key is None:

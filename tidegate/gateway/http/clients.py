@@ -153,6 +153,7 @@ def _wait_s(text: str) -> float:
     try:
         wait_s = float(text)
     except ValueError:
+        # NaN fails the comparison below, so both faults get one message.
         wait_s = math.nan
     if not 0 <= wait_s <= LONGEST_WAIT_S:
         raise GatewayError(f"wait_s is {text!r}, not seconds from 0 to {LONGEST_WAIT_S:g}", status=400)

@@ -113,6 +113,7 @@ class DialectEndpoint:
                     )
                     calls.append(await reader.call(turn_request))
             except BaseException:
+                # Calls that were started before the refused one would go on without a listener.
                 for call in calls:
                     gateway.turns.on_disconnect(session, call)
                 raise
@@ -233,6 +234,7 @@ def _session_id(scope: Scope) -> str | None:
 
 def _key(headers: dict[bytes, bytes]) -> str:
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    # Anthropic's clients send `x-api-key`.
     if scheme.lower() != b"bearer":
         key = headers.get(b"x-api-key", b"")
     return key.strip().decode("latin-1")

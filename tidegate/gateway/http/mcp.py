@@ -62,6 +62,7 @@ class McpServer:
     async def _started(self) -> StreamableHTTPSessionManager:
         async with self._starting:
             if self._manager is None or self._serving is None or self._serving.done():
+                # In a thread, as the import would block the calls of all sessions.
                 await asyncio.to_thread(importlib.import_module, "mcp.server.lowlevel")
                 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
@@ -69,6 +70,7 @@ class McpServer:
                 self._manager = StreamableHTTPSessionManager(server, json_response=True, stateless=True)
                 ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._serving = asyncio.create_task(_serve(self._manager, ready), name="MCP server")
+                # Also for the task: if the SDK fails to start, `ready` is never set.
                 await asyncio.wait((self._serving, ready), return_when=asyncio.FIRST_COMPLETED)
             return self._manager
 

@@ -75,9 +75,11 @@ class ResponseWriter:
             self._session.note_refusal(refusal)
             await refuse(send, self._dialect, refusal, self._metrics)
             return False
+        # Before `_deliver`: a reply that nobody can receive must not count as read.
         if disconnected.done():
             return False
         body = self._request.body(self._calls, self._model)
+        # Before the bytes leave: the client's next request may arrive before `respond` returns.
         self._deliver()
         await respond(send, 200, body)
         self._sent()

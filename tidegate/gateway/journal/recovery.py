@@ -105,6 +105,7 @@ def _session(
     if ending is None:
         nodes = turns.nodes(session.id, stored)
         for index in sent:
+            # `sent` is written apart from the turns, and may name one whose write failed.
             if index < len(nodes):
                 nodes[index].turn.delivered = True
         _mark_in_doubt(nodes)
@@ -121,6 +122,8 @@ def _session(
         session.forget_at = forget_at + offset
         session.ended.set()
         session.read_back = functools.partial(_read_back, session, stored, delivered, result)
+        # Unset attributes reach `__getattr__`, which reads them at their first use: a restart need not
+        # decode all of them.
         del session.tree, session.trajectory
     return session
 

@@ -64,6 +64,7 @@ class Writer:
         """Queue a write; the future resolves at the commit, or fails with GatewayError (503)."""
         loop = asyncio.get_running_loop()
         done = loop.create_future()
+        # One call for all writes of this pass of the loop: they form one batch.
         if not self._pending:
             loop.call_soon(self._submit)
         self._pending.append(Write(name, statements, done))
@@ -132,6 +133,8 @@ class Writer:
                 failpoints.reach(f"{write.name}.within")
             execute("COMMIT")
         except BaseException:
+            # SQLite rolls back by itself after some errors, such as a full disk; a second ROLLBACK would
+            # hide the cause.
             if self._connection.in_transaction:
                 execute("ROLLBACK")
             raise
@@ -177,6 +180,7 @@ class Writer:
 
     def _resolve_on_loop(self, batch: list[Write]) -> None:
         for write in batch:
+            # The caller was cancelled, and setting a result of a cancelled future raises.
             if write.done.done():
                 continue
             if write.error is None:

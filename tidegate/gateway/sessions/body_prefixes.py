@@ -74,6 +74,7 @@ class BodyPrefixes:
                 state.update(view[at : prefix.end])
                 at = prefix.end
                 if state.digest() == prefix.digest:
+                    # A copy, as the loop goes on with this state to look for a longer prefix.
                     found = prefix, state.copy()
         return None if found is None else _repeated(*found, body)
 

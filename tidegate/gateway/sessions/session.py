@@ -230,6 +230,7 @@ class GatewaySession(SessionRequest):
         """Refuses further calls and cancels running ones."""
         if self.closed is None:
             self.closed = reason
+        # With the first reason, also if the session is closed again for another.
         self.calls.cancel_all(session_closed(self.closed))
         self.tool_calls.cancel_all()
         self.body_prefixes.clear()
@@ -237,10 +238,13 @@ class GatewaySession(SessionRequest):
 
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""
+        # Cleared first: the end of a session is announced once, though `stop` runs again as it is
+        # forgotten.
         on_stop, self.on_stop = self.on_stop, None
         if self.ending is None and on_stop is not None:
             on_stop(self)
         self.close(reason)
+        # Those that wait for a trajectory would otherwise wait for one that never comes.
         self.ended.set()
         if self.finishing is not None:
             self.finishing.cancel()
@@ -290,6 +294,8 @@ def _outcome(session: GatewaySession, reported: Outcome | None, now: float) -> t
     """Returns the outcome, and the error if there is one."""
     limit = session.exhausted_budget or session.context_overflow
     if reported is not None and reported not in (Outcome.COMPLETED, Outcome.TRUNCATED):
+        # A timeout adds up over all calls, so an outage that was overcome may have caused it; an error
+        # follows the last call.
         lost = session.engine_outage if reported is Outcome.TIMEOUT else session.engine_error
         infra = lost or session.restart_reason
         if reported in (Outcome.AGENT_ERROR, Outcome.TIMEOUT) and infra is not None:

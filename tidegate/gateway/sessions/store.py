@@ -71,6 +71,7 @@ class SessionStore:
     def forget(self, session: GatewaySession) -> None:
         session.stop("it was deleted")
         self._by_id.pop(session.id, None)
+        # Former keys stay in the index to recognise repeated requests, and would leak.
         for key_hash in (session.key_hash, *session.former_keys):
             self._by_key.pop(key_hash, None)
         members = self._by_group.get(session.group_id or "")

@@ -67,6 +67,7 @@ class SessionToolCalls:
 
     def _settle(self, key: str, task: asyncio.Task[ToolCall]) -> None:
         if task.cancelled() or task.exception() is not None:
+            # A failed call has no record: its retry runs the tool again.
             del self._by_key[key]
         else:
             call = task.result()

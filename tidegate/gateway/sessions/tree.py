@@ -132,6 +132,7 @@ class TurnTree:
         `index`: an integer and its rounded form, which some clients send, mean the same."""
         reply_hash = self.nodes[index].reply_hash
         alike = [node for node in reversed(self.nodes) if node.reply_hash == reply_hash]
+        # Only the arguments of tool calls can hold such numbers.
         if len(alike) < 2 or not message.get("tool_calls"):
             return index
         calls = template_form(message, 0)["tool_calls"]
@@ -247,12 +248,14 @@ class TurnTree:
         node.reply_hash = chain(node.history_hash, template_form(reply, node.length - 1))
         self._index(node)
         if self._tip is not None and self._tip[0] == index:
+            # The cached sequence contains the ids that were cut off.
             self._tip = None
 
     def split(self, index: int, count: int, reply: Message) -> list[TurnNode]:
         """Truncates a turn at the end of the text that a request quotes; the remaining output ids become a
         child turn. Returns the changed turns."""
         turn = self.nodes[index].turn
+        # Before the truncation, which changes `turn`; without its reward, which would count twice.
         rest = replace(turn, index=len(self.nodes), reward=0.0)
         self.truncate(index, count, reply)
         keep_tokens(rest, count, len(rest.output_ids))

@@ -59,8 +59,11 @@ class TurnPipeline:
         when its turn is written to the journal; only then may the reply be sent. Raises ApiError, and
         LargeText if the prompt must be rendered in a thread and passed as `rendered`."""
         now = asyncio.get_running_loop().time()
+        # Before the search for a repeated call: the record of a session that has ended must not change.
         session.check_open(now)
         repeated = session.calls.find_repeated(request.digest, request.idempotency_key, request.retry)
+        # The turn has only the part that was delivered before the client closed the stream; its retry
+        # wants a complete reply.
         if isinstance(repeated, TurnNode) and repeated.turn.finish_reason == CLIENT_CLOSED:
             self._supersede(session, repeated)
             repeated = None
@@ -72,6 +75,7 @@ class TurnPipeline:
             call = self.prompts.recorded_call(request, repeated)
             self._start(session, call, self._repeat(session, call, repeated))
         else:
+            # After the search: a retry uses nothing of a budget, so an exhausted one must not refuse it.
             token_budget = check_limits(session, now)
             if rendered is None:
                 if not inline:
@@ -80,9 +84,13 @@ class TurnPipeline:
                 try:
                     rendered = self.prompts.render(session, request, attachment, inline=True)
                 except LargeText as error:
+                    # The request is attached again for the thread, and is then compared with itself,
+                    # which yields no reason.
                     error.branch_reason = None if attachment is None else attachment.branch_reason
                     raise
             call = self.prompts.prepare(session, request, rendered, token_budget)
+            # No await since the search for a repeated call: a retry in between would start a second
+            # generation.
             session.calls.add(call)
             self._start(session, call, self._generate(session, call))
         return call
@@ -98,11 +106,13 @@ class TurnPipeline:
         call.prompt_tokens = len(session.tree.sequence(node.turn.index)) - len(node.turn.output_ids)
         call.on_ids(node.turn.output_ids.tolist())
         call.reader.finish()
+        # The client may have read these ids in the first reply, and the tree has them.
         call.reader.call_ids = [tool_call["id"] for tool_call in node.reply.get("tool_calls") or ()]
         await self._commit(session, call, node)
 
     async def _generate(self, session: GatewaySession, call: ModelCall) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
+        # Disruptions of earlier calls do not explain the failure of this one.
         before, began = session.affinity.disruptions, asyncio.get_running_loop().time()
         try:
             result = await self._pool.sample(call.engine_request, session.affinity, session.deadline, on_ids)
@@ -119,6 +129,8 @@ class TurnPipeline:
         except QueueFullError as error:
             if (load := call.engine_request.load()) is None:
                 session.engine_error = str(error)
+                # A full queue without a serving engine is an outage, so the timeout that may follow is
+                # not the agent's.
                 session.affinity.disruptions += 1
             else:
                 session.note_slow(f"{error}; {load}", began)
@@ -134,11 +146,14 @@ class TurnPipeline:
             refusal = None
             if isinstance(error, RequestRefusedError):
                 refusal = refused_by_engine(call.engine_request.requested_as, error.reason)
+            # An engine that refuses the client's own parameters has not failed: the agent can correct the
+            # request.
             if refusal is None:
                 session.engine_error = str(error)
             call.refusal = refusal or engine_failure(str(error))
             return
         if call.engine_request.closed:
+            # Tokens after the part that the client read have no place in the next prompt.
             result.truncate(call.delivered_ids(result.ids))
             result.finish = CLIENT_CLOSED
         else:
@@ -147,6 +162,8 @@ class TurnPipeline:
         node = self._append(session, call, result)
         if call.engine_request.closed:
             self.prompts.mark_delivered(session, node.turn.index)
+        # Before the first await: a cancelled task would otherwise leave a turn in the tree that is never
+        # written.
         session.unpersisted[node.turn.index] = node
         await self._commit(session, call, node)
 
@@ -162,12 +179,14 @@ class TurnPipeline:
                 call.refusal = not_recorded(str(error))
                 return
         call.node = node
+        # The stream may have been closed during the write, which contains the complete reply.
         if call.engine_request.closed:
             self._cut(session, call)
 
     def _write(self, session: GatewaySession) -> None:
         nodes = [session.unpersisted[index] for index in sorted(session.unpersisted)]
         writing = self._journal.recorded(session, nodes)
+        # Moved before the commit, so that a concurrent call does not write the same turns again.
         session.unpersisted.clear()
         session.pending_writes |= {node.turn.index: writing for node in nodes}
         writing.add_done_callback(lambda _: self._on_written(session, nodes, writing))
@@ -177,10 +196,12 @@ class TurnPipeline:
     ) -> None:
         failed = writing.cancelled() or writing.exception() is not None
         for node in nodes:
+            # A turn that was truncated meanwhile is in a newer write, for which others may wait.
             if session.pending_writes.get(node.turn.index) is writing:
                 del session.pending_writes[node.turn.index]
             if failed:
                 session.unpersisted[node.turn.index] = node
+                # Its call has failed, so only the turn can answer a retry.
                 session.calls.add_recorded(node)
 
     def _append(self, session: GatewaySession, call: ModelCall, result: GenerateResult) -> TurnNode:
@@ -214,13 +235,16 @@ class TurnPipeline:
                 "internal gateway error while handling this call; see the gateway log"
             )
         session.calls.on_done(call)
+        # Last, as listeners read the refusal and the state that is set above.
         call.notify()
 
     def on_disconnect(self, session: GatewaySession, call: ModelCall, *, closed: bool = False) -> None:
         """Handles a listener that disconnected early; the last one to do so aborts the generation. If the
         client closed a stream, the turn keeps the part that was delivered."""
+        # A retry may have joined, and still wants the reply.
         if call.listeners or call.refusal is not None or call.task is None:
             return
+        # Without a part that the client read, nothing of the reply can be in its next request.
         if call.delivered_parts and closed:
             self._close(session, call)
         elif not call.done:
@@ -239,6 +263,7 @@ class TurnPipeline:
         session.forget_failures()
 
     def _close(self, session: GatewaySession, call: ModelCall) -> None:
+        # Its retry must not join a reply that ends at the closed part.
         session.calls.forget(call)
         session.forget_failures()
         call.engine_request.close()
@@ -249,6 +274,7 @@ class TurnPipeline:
         """Truncates a recorded turn to the delivered part."""
         session.calls.on_delivered(call)
         node = call.recorded
+        # The complete reply was sent before the disconnect was processed: the client has all of it.
         if node.turn.delivered:
             return
         self._metrics.client_closed_turns += 1
@@ -261,6 +287,7 @@ class TurnPipeline:
     def _supersede(self, session: GatewaySession, node: TurnNode) -> None:
         """Makes a retry replace a partly delivered turn."""
         session.calls.on_superseded(node)
+        # A later request has this reply in its history: it was received, whatever the retry says.
         if not node.quoted and node.turn.delivered:
             node.turn.delivered = False
             self._metrics.undelivered_turns += 1
@@ -280,11 +307,13 @@ class TurnPipeline:
             )
         ]
         tasks = {call.task for call in quoted if call.task is not None}
+        # `asyncio.wait` raises for an empty set.
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_EVENT_S)
 
     async def close_streams(self, session: GatewaySession) -> None:
         """Records the delivered parts of the streams that are open when their session ends."""
+        # A copy, as the end of a call removes it from the set.
         for call in list(session.calls.running):
             if call.delivered_parts and not call.engine_request.closed:
                 self._close(session, call)

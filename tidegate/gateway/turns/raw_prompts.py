@@ -35,6 +35,7 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
     for index, node in enumerate(tree.nodes):
         children.setdefault(node.turn.parent, []).append(index)
     parent, start, quoted_ids = None, 0, None
+    # A stack and not recursion: a session's turns may be more than Python's recursion limit.
     pending: list[tuple[int | None, int]] = [(None, 0)]
     while pending:
         above, begin = pending.pop()

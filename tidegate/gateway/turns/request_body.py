@@ -94,12 +94,14 @@ async def read_body(
                 chunk: bytes = message.get("body", b"")
                 if len(body) + len(chunk) > limit:
                     raise _too_large(limit)
+                # The usual body comes in one message, and needs no copy.
                 if not message.get("more_body") and not body:
                     return chunk
                 body += chunk
                 if not message.get("more_body"):
                     return body
                 if large is not None and len(body) > LARGE:
+                    # The wait for the session's other large requests is not the client's delay.
                     timeout.reschedule(None)
                     await large()
                     timeout.reschedule(asyncio.get_running_loop().time() + BODY_S)

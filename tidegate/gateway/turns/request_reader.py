@@ -55,6 +55,7 @@ class Threads:
 
     def close(self) -> None:
         for pool in (self._small, self._large):
+            # Encoding a long text takes seconds, and nobody waits for its result any more.
             pool.shutdown(wait=False, cancel_futures=True)
 
 
