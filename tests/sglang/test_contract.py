@@ -6,10 +6,13 @@ Every test runs against both. Where they are known to differ, the difference is 
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 import torch
@@ -17,6 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, recomputed
 from tests.integration.engine.engine_http import Client
+from tests.waiting import eventually
+from tidegate.gateway.engines.engine import Affinity, EngineRecord, PoolOptions
+from tidegate.gateway.engines.pool import EnginePool
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.weights.process_group import buckets
@@ -104,6 +111,89 @@ async def test_weights_are_sent_under_a_running_request(engine: Client, versions
     for version, part in ((0, slice(0, cut)), (1, slice(cut, LONG))):
         expected = recomputed(versions[version], [1, 2, 3], events[-1]["output_ids"], 1.0)
         assert said[part] == pytest.approx(expected[part], abs=1e-4)
+
+
+async def test_weights_are_sent_to_a_busy_engine_as_to_an_idle_one(
+    engine: Client, versions: list[Path]
+) -> None:
+    """Three publishes during four replies of 2,000 tokens take at most three times as long as without them,
+    and every token is of the version that its span names."""
+    notes: list[str] = []
+    sources, version = [buckets_of(one) for one in versions], 0
+    control = EngineControl(engine.url, engine.http)
+    sender = WeightBroadcaster(lambda size: sources[version % 2](size), notes.append)
+    params = {"max_new_tokens": 2000, "ignore_eos": True}
+
+    async def publish() -> float:
+        nonlocal version
+        version += 1
+        began = time.perf_counter()
+        assert await sender.send([control], version) == {engine.url}, notes
+        return time.perf_counter() - began
+
+    if not await sender.send([control], 0):
+        await control.load(versions[0], 0)
+    await publish()
+    idle = [await publish() for _ in range(3)]
+    busy = []
+    async with asyncio.timeout(240), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(engine.generate([1, 2, number], **params)) for number in range(4)]
+        for _ in range(3):
+            await engine.generate([5], max_new_tokens=50, ignore_eos=True)  # all of them have advanced
+            busy.append(await publish())
+        assert not any(task.done() for task in tasks), "the case proves too little"
+    sender.close()
+    print("publish seconds, idle and busy:", idle, busy)
+    assert statistics.median(busy) <= 3 * statistics.median(idle)
+    for number, task in enumerate(tasks):
+        meta, ids = task.result()["meta_info"], task.result()["output_ids"]
+        spans, logprobs = meta["weight_versions"], [one[0] for one in meta["output_token_logprobs"]]
+        assert (len(ids), meta["finish_reason"]["type"]) == (2000, "length")
+        assert [int(span["version"]) for span in spans] == list(range(version - 3, version + 1))
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        expected = [recomputed(weights, [1, 2, number], ids) for weights in versions]
+        for span in spans:
+            part = slice(span["start"], span["end"])
+            assert logprobs[part] == pytest.approx(expected[int(span["version"]) % 2][part], abs=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
+async def test_keys_and_values_of_a_pause_in_place_are_labelled_and_not_shared(
+    engine: Client, versions: list[Path]
+) -> None:
+    """The calls of the gateway and the publish of the trainer with `engine.pause = "in_place"`."""
+    prompt, begun = list(range(1, 65)), asyncio.Event()
+    pool = EnginePool(PoolOptions(probe_every_s=0.05, keeps_kv=True))
+
+    async def sample(count: int, *, stream: bool = False) -> GenerateResult:
+        params = {"temperature": 1.0, "ignore_eos": True}
+        order = GenerateRequest(np.array(prompt, np.int32), params, count, stream=stream)
+        deadline = asyncio.get_running_loop().time() + 60
+        return await pool.sample(order, Affinity("1", "x"), deadline, lambda _: begun.set())
+
+    try:
+        endpoint = await pool.add(EngineRecord(engine.url), wait_s=10)
+        task = asyncio.create_task(sample(LONG, stream=True))
+        await begun.wait()
+        await EngineControl(engine.url, engine.http, keep_kv_of=0).load(versions[1], 1)
+        over = await task
+        assert ([span.version for span in over.spans], over.kv_version) == ([0, 1], 0)
+        (_, zero, cut), (_, start, end) = over.spans
+        assert (zero, start, end, len(over.ids), over.finish) == (0, cut, LONG, LONG, "length")
+        old, new = (recomputed(weights, prompt, over.ids) for weights in versions)
+        assert over.logprobs[:cut] == pytest.approx(old[:cut], abs=1e-4)
+        assert over.logprobs[cut:] != pytest.approx(new[cut:], abs=1e-4), "keys and values were not kept"
+        await eventually(lambda: endpoint.version == 1)
+        first, second = await sample(20), await sample(20)
+        assert (first.cached_tokens, second.cached_tokens) == (0, 63)
+        for reply in (first, second):
+            assert ([span.version for span in reply.spans], reply.kv_version) == ([1], None)
+            assert reply.logprobs == pytest.approx(recomputed(versions[1], prompt, reply.ids), abs=1e-4)
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "cache_salt": "0"}
+        _, stale = await engine.post("/generate", body)
+        assert stale["meta_info"]["cached_tokens"] == 63, "those of version 0 are still there"
+    finally:
+        await pool.close()
 
 
 async def test_half_of_the_weights_are_of_no_version(engine: Client, versions: list[Path]) -> None:
