@@ -7,7 +7,7 @@ import pytest
 from tests.remembering import Remembering, drain, expected_output, generation, submit
 from tidegate.engine.requests.request import Generation
 from tidegate.engine.scheduling import running_batch
-from tidegate.engine.scheduling.scheduler import Scheduler
+from tidegate.engine.scheduling.scheduler import FAILURES_IN_A_ROW, Scheduler
 from tidegate.errors import EngineError
 
 
@@ -40,6 +40,21 @@ def test_a_request_that_cannot_be_computed_fails_alone(
     assert "cannot compute this" in bad.error
     assert [one.output_ids for one in good] == [expected_output(one) for one in good]
     assert all(one.error is None for one in good)
+
+
+def test_failures_between_which_others_succeed_do_not_end_the_scheduler(
+    scheduler: Scheduler, decoder: Remembering
+) -> None:
+    decoder.refuses = 666
+    for number in range(FAILURES_IN_A_ROW):
+        bad = generation([number, 666, 3], 4)
+        submit(scheduler, bad)
+        drain(scheduler, bad)
+        assert bad.error is not None
+        good = [generation([number, 2, one], 4) for one in range(3)]
+        submit(scheduler, *good)
+        drain(scheduler, *good)
+        assert all(one.error is None for one in good)
 
 
 def test_a_model_that_fails_on_everything_ends_the_scheduler(decoder: Remembering) -> None:

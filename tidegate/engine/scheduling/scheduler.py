@@ -295,6 +295,7 @@ class Scheduler:
 
     def _prefilled(self, generations: list[Generation]) -> None:
         """Takes requests out of the queue; those for their prompt's logprobs alone end."""
+        self._failures = 0  # the model works
         self._dequeue(generations)
         for generation in generations:
             if generation.limit == 0:
@@ -306,7 +307,6 @@ class Scheduler:
         for generation in batch:
             try:
                 self._prefilled(self._rows.fill([generation]))
-                self._failures = 0
             except Exception as error:
                 self._failures += 1
                 log.exception("request %s failed in the model", generation.rid)
