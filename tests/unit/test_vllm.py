@@ -184,7 +184,7 @@ def test_likeliest_ids_of_a_reply_are_asked_for_and_sorted() -> None:
     """vLLM adds the sampled token to the k likeliest, and puts it first."""
     generation = asked()
     generation.top_logprobs = 2
-    assert request_body(generation, "x")["sampling_params"]["logprobs"] == 2
+    assert request_body(generation, "x")["sampling_params"]["logprobs"] == 3
     assert request_body(asked(), "x")["sampling_params"]["logprobs"] == 0
     outside = {"token_id": 5, "logprob": -4.0, "top_logprobs": listed((5, -4.0), (9, -0.1), (3, -3.0))}
     within = {"token_id": 3, "logprob": -3.0, "top_logprobs": listed((3, -3.0), (9, -0.1))}

@@ -42,7 +42,8 @@ def _params(generation: Generation) -> dict[str, Any]:
         "stop_token_ids": sorted(params.stop_ids),
         "ignore_eos": True,
         "seed": params.seed % SEEDS,
-        "logprobs": generation.top_logprobs,  # 0: of the sampled tokens alone
+        # 0: of the sampled tokens alone. vLLM counts the sampled id among them, also where it is unlikely.
+        "logprobs": generation.top_logprobs + 1 if generation.top_logprobs else 0,
         "detokenize": bool(params.stop),
     }
     if params.stop:
