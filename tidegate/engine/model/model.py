@@ -63,7 +63,8 @@ class Model:
         self.adapters = Adapters()
         self.base: Path | None = None
         """Directory of the live weights, without adapters; None if they are of no directory."""
-        self._base_checksum: tuple[Path, int] | None = None
+        self._base_files: list[tuple[int, int, int]] = []
+        self._base_checksum: int | None = None
         self.converts_weights = loading.converts_weights(hf_model)
         layers = len(_attention_layers(hf_model.config, max_context))
         self.cache = SlotCache(layers, max_slots, self.device)
@@ -212,15 +213,23 @@ class Model:
         header.check_base()
         return replace(loading.read_weights(self.hf_model, header.base), adapters=adapters)
 
+    def set_base(self, directory: Path | None) -> None:
+        """Sets the directory that the live weights were read from."""
+        self.base, self._base_checksum = directory, None
+        self._base_files = [] if directory is None else _file_states(directory)
+
     def _has_base(self, header: adapter_files.AdapterHeader) -> bool:
         if self.base is None or header.base_checksum is None:
             return self.base == header.base
-        if self._base_checksum is None or self._base_checksum[0] != self.base:
+        if self._base_checksum is None:
             try:
-                self._base_checksum = self.base, checksum.of_files(self.base)
+                found = checksum.of_files(self.base)
             except (OSError, ValueError):  # the trainer removed the files
                 return False
-        return self._base_checksum[1] == header.base_checksum
+            if _file_states(self.base) != self._base_files:  # others than those that are live
+                return False
+            self._base_checksum = found
+        return self._base_checksum == header.base_checksum
 
     def check_weights(self, tensors: Mapping[str, Tensor]) -> loading.CheckedWeights:
         return loading.check_weights(self.hf_model, ((loading.RECEIVED, *item) for item in tensors.items()))
@@ -233,7 +242,16 @@ class Model:
         loading.copy_weights(weights)
         self.adapters.replace(weights.adapters)
         if weights.pairs:
-            self.base = weights.directory
+            self.set_base(weights.directory)
+
+
+def _file_states(directory: Path) -> list[tuple[int, int, int]]:
+    """Returns inode, size and time of change of each file of weights: a replaced file differs in one."""
+    try:
+        stats = [path.stat() for path in sorted(directory.glob("*.safetensors"))]
+    except OSError:  # the trainer removes them
+        return []
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def load_model(options: EngineOptions) -> Model:
@@ -261,7 +279,7 @@ def load_model(options: EngineOptions) -> Model:
         raise StartError(damage)
     hf_model.requires_grad_(False).eval().to(device)
     model = Model(hf_model, options.max_slots, options.max_context)
-    model.base = options.model
+    model.set_base(options.model)
     if options.quantize is not None:
         use_rounding(hf_model, options.quantize)
     check_cached_logits(model, options.model)

@@ -14,7 +14,8 @@ from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
 from tidegate.settings.servers import DEFAULT_KEPT
-from tidegate.weights.files import is_adapter
+from tidegate.weights.adapter_files import base_directory
+from tidegate.weights.files import WeightsError, is_adapter
 from tidegate.weights.process_group import transfer_s
 
 CALL_S = 60.0
@@ -204,8 +205,12 @@ class EngineControl:
 
 
 def _total_bytes(weights: Path) -> int:
-    """Return the size of the files in bytes; 0 if they are missing, which the engine will report."""
+    """Return the size of the files in bytes; 0 if they are missing, which the engine will report.
+
+    An adapter counts with its base model, which an engine with other weights reads as well.
+    """
     try:
-        return sum(file.stat().st_size for file in weights.iterdir())
-    except FileNotFoundError:
+        places = {weights, base_directory(weights)}
+        return sum(file.stat().st_size for place in places for file in place.iterdir())
+    except (FileNotFoundError, WeightsError):
         return 0

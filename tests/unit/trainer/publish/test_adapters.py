@@ -22,6 +22,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
@@ -121,6 +122,15 @@ def test_an_adapter_beside_other_weights_has_its_base_read_too(
         assert error_against(model, merged) < TOLERANCE
     model.copy_weights(model.read_weights(checkpoint))
     assert error_against(model, checkpoint) < TOLERANCE, "whole weights have no adapter beside them"
+
+
+async def test_an_engine_has_the_time_to_read_the_base_of_an_adapter(
+    stand: tuple[Engine, Publisher], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(engine_control, "transfer_s", lambda size: float(sizes.append(size) or 0))
+    await stand[1].publish(1)
+    assert max(sizes) > (base / "model.safetensors").stat().st_size
 
 
 def test_a_request_that_runs_while_adapters_are_loaded_has_the_version_of_each_token(
@@ -275,3 +285,17 @@ def test_the_best_checkpoint_is_a_whole_model(policy: Policy, base: Path, tmp_pa
     best = load_model(EngineOptions(tmp_path / "run" / "checkpoints" / "best", max_context=256, max_slots=8))
     assert error_against(best, merged) < TOLERANCE
     assert (tmp_path / "run" / "checkpoints" / "best" / "tokenizer.json").exists()
+
+
+def test_a_base_model_that_was_replaced_under_an_engine_is_read_again(base: Path, tmp_path: Path) -> None:
+    place = tmp_path / "base"
+    shutil.copytree(base, place)
+    model = load_model(EngineOptions(place, max_context=256, max_slots=8))
+    other = Policy.load(base, TrainerSettings(learning_rate=0.1))
+    other.update(make_rows(3, 0), version=0)
+    other.save_weights(place)  # with files of the same names
+    policy = Policy.load(place, SETTINGS)
+    policy.update(make_rows(3, 0), version=0)
+    adapter, merged = policy.save_adapter(tmp_path / "v1"), policy.save_weights(tmp_path / "merged")
+    model.copy_weights(model.read_weights(adapter))
+    assert error_against(model, merged) < TOLERANCE
