@@ -113,6 +113,7 @@ async def test_weights_are_sent_under_a_running_request(engine: Client, versions
         assert said[part] == pytest.approx(expected[part], abs=1e-4)
 
 
+@pytest.mark.parametrize("engine", ["sglang"], indirect=True)
 async def test_weights_are_sent_to_a_busy_engine_as_to_an_idle_one(
     engine: Client, versions: list[Path]
 ) -> None:
