@@ -266,6 +266,7 @@ class OfTwoRanks:
     """An engine whose weights two ranks hold, each of which joins and receives, as SGLang's do."""
 
     url = "http://127.0.0.1:1"
+    keeps_kv = False
 
     def __init__(self) -> None:
         self.ranks = (WeightsReceiver(), WeightsReceiver())

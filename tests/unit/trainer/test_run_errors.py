@@ -90,8 +90,9 @@ async def test_a_resumed_run_notes_the_feedback_that_is_lost(
     observer = Silent()
     monkeypatch.setattr(observer, "note", seen.append)
     asked: list[tuple[int, int]] = []
+    failures = SimpleNamespace(quarantined=set())
     resumed = SimpleNamespace(
-        continued=0, stale=[], cancelled=[], admission=SimpleNamespace(quarantined=set()),
+        continued=0, stale=[], cancelled=[], admission=SimpleNamespace(failures=failures),
         lost_feedback=lambda step, every: asked.append((step, every)) or lost,
     )  # fmt: skip
     start = SimpleNamespace(step=5, version=6)
