@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online demo-tinker lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -135,6 +135,9 @@ $(TINKER)/.installed: requirements/tinker.txt requirements/tinker-sdk.txt
 	@$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/tinker.txt
 	@$(TINKER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(TINKER)/sdk -r requirements/tinker-sdk.txt
 	@touch $@
+
+demo-tinker: install $(TINKER)/.installed  ## train the tiny model at a real Tinker service (skyrl-tx) on this machine, in about ten minutes
+	@PYTHONPATH=$(CURDIR)/$(TINKER)/sdk $(BIN)/python examples/tinker/demo.py --python $(CURDIR)/$(TINKER)/bin/python
 
 test-tinker: install $(TINKER)/.installed  ## a real skyrl-tx service on the CPU: first step, learning, faults (minutes)
 	PYTHONPATH=$(CURDIR)/$(TINKER)/sdk TIDEGATE_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python \

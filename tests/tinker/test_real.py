@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from examples.tinker.demo import BASE, ROOT, SkyRL
 from tests.e2e.runs import held, metrics, training
-from tests.tinker.conftest import BASE, SkyRL
 from tests.unit.trainer.learning_fixtures import make_row
 from tidegate.config import Settings
 from tidegate.tinker.policy import TinkerPolicy
@@ -85,24 +87,23 @@ def test_loss_and_parameters_after_the_first_step_are_ours(
     assert float((own - other).norm() / own.norm()) < 1e-3
 
 
-def test_the_demo_learns_though_service_and_trainer_are_killed(service: SkyRL, tmp_path: Path) -> None:
-    settings = [
-        "--trainer.backend=tinker", "--engine.kind=tinker",
-        f"--trainer.tinker.base_model={service.base}",
-        f"--trainer.tinker.base_url={service.url}", "--trainer.tinker.reduction=mean",
-        "--trainer.lora.rank=8",
-        "--trainer.learning_rate=2e-3", "--trainer.steps=24", "--trainer.groups_per_batch=8",
-        "--trainer.group_size=8", "--agent.max_concurrency=64", "--agent.deadline_s=300", "--eval.tasks=64",
-        "--eval.every=0", "--trainer.checkpoint_every=4",
-    ]  # fmt: skip
+def test_the_demo_learns_though_service_trainer_and_gateway_are_killed(
+    service: SkyRL, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"config": ROOT / "examples/tinker/config.toml", "small": ()}
+    at_service = (
+        f"--trainer.tinker.base_model={service.base}", f"--trainer.tinker.base_url={service.url}",
+    )  # fmt: skip
     run_dir = tmp_path / "run"
-    with training(run_dir, *settings) as run:
+    with training(run_dir, *at_service, **options) as run:
         run.until_step(3, timeout=900)
         service.kill()
         service.start()
         run.until_step(8, timeout=900)
         run.kill()
-    with training(run_dir, *settings, "--resume") as run:
+    with training(run_dir, *at_service, "--resume", **options) as run:
+        run.until(lambda: metrics(run_dir)[-1]["step"] >= 13, timeout=900)
+        os.kill(run.owned("gateway"), signal.SIGKILL)
         assert run.wait(timeout=1500) == 0, run.output()[-3000:]
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(25))
