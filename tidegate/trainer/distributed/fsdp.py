@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
@@ -61,6 +61,8 @@ class FSDPRanks(Ranks):
         self.rank = dist.get_rank()
         self.count = dist.get_world_size()
         self._call, self._translate = call, translate
+        self._written: Callable[[], None] | None = None
+        """Waits for the last checkpoint that this rank writes in the background."""
 
     @cached_property
     def _writers(self) -> dist.ProcessGroup:
@@ -173,9 +175,14 @@ class FSDPRanks(Ranks):
     def begin_save(self, tensors: dict[str, Tensor], directory: Path) -> Callable[[], None]:
         if not tensors:
             return super().begin_save(tensors, directory)
+        # Rank 0 has waited for the checkpoint before, and the thread of another rank may still be in the last
+        # operation on `_writers`, on which the next one begins here.
+        if self._written is not None:
+            with suppress(OSError, RuntimeError):  # which rank 0 has raised
+                self._written()
         # By rank 0, and complete before any rank writes.
         self.agree(lambda: shutil.rmtree(directory, ignore_errors=True))
-        written = shards.begin_save(tensors, directory, self._writers)
+        written = self._written = shards.begin_save(tensors, directory, self._writers)
 
         def wait() -> None:
             with self._translate():
