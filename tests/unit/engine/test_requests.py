@@ -113,7 +113,8 @@ def test_every_sample_reports_the_likeliest_ids_of_the_prompt_if_they_are_reques
 def test_kept_ids_are_given_where_ids_are_excluded() -> None:
     several = samples_of(parse({"n": 2, "top_p": 0.5}, return_sampling_mask=True))
     assert [each.sampling_mask for each in several] == [True, True]
-    for params in ({}, {"top_p": 0.5, "temperature": 0}):
+    unnarrowed = ({}, {"top_p": 0.5, "temperature": 0}, {"top_k": 4, "temperature": 1e-7})
+    for params in (*unnarrowed, {"top_p": 1 - 1e-9}, {"min_p": 1e-50}):  # as the sampler reads them
         with pytest.raises(
             RequestError, match="return_sampling_mask = true needs sampling_params that exclude ids"
         ):

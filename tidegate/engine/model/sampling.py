@@ -8,13 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidegate.engine.requests.params import SamplingParams
+from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams
 from tidegate.engine.scheduling.slots import Slots
 
 LEAST_LOGPROB = -9999.0
 """Logprob of listed ids that have no probability, as in vLLM: JSON has no infinity."""
-GREEDY_BELOW = 1e-6
-"""Temperature below which the likeliest token is taken, as in SGLang."""
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tidegate.engine.validation import PARAMS, boolean, integer, invalid_parameter, number, refuse_unsupported
 
 UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
@@ -22,6 +24,8 @@ UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
 
 GRAMMARS = ("json_schema", "regex", "ebnf")
 """Kinds of grammar; a request has at most one."""
+GREEDY_BELOW = 1e-6
+"""Temperature below which the likeliest token is taken, as in SGLang."""
 MAX_SAMPLES = 128
 """Maximum number of replies to one prompt."""
 
@@ -69,8 +73,9 @@ class SamplingParams:
 
     @property
     def narrows(self) -> bool:
-        """Whether top-p, top-k or min-p may exclude ids."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        """Whether top-p, top-k or min-p may exclude ids; in float32, as the sampler has them."""
+        excludes = np.float32(self.top_p) < 1 or self.top_k > 0 or np.float32(self.min_p) > 0
+        return bool(np.float32(self.temperature) >= GREEDY_BELOW and excludes)
 
     @property
     def penalised(self) -> bool:

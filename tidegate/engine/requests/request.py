@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.engine.requests.grammar import Grammar
-from tidegate.engine.requests.params import SamplingParams, TokenLimits, read_params
+from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams, TokenLimits, read_params
 from tidegate.engine.validation import RequestError, boolean, integer, mapping, refuse_unsupported
 
 BLOCK = 16
@@ -187,7 +187,7 @@ def parse_generate(body: Any, limits: TokenLimits) -> Generation:
     if sampling_mask and not params.narrows:
         raise RequestError(
             "return_sampling_mask = true needs sampling_params that exclude ids: top_p < 1, top_k > 0 or "
-            "min_p > 0, at a temperature > 0"
+            f"min_p > 0, at a temperature of at least {GREEDY_BELOW:g}"
         )
     experts_start = _experts_start(fields, len(prompt_ids))
     refuse_unsupported(fields, UNSET_FIELDS, "")
