@@ -46,7 +46,7 @@ class RequestedSampling:
     stop_param: str = "stop"
     """Name of `stop` in the agent's dialect."""
     penalties: Mapping[str, float] = field(default_factory=dict)
-    """Penalties that differ from their neutral values."""
+    """Penalties that differ from their neutral values, and min-p."""
     _: KW_ONLY
     schema: Schema | None = None
 

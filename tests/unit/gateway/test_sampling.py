@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tidegate.gateway.dialects import fields
 from tidegate.gateway.errors import ApiError, refused_by_engine
 from tidegate.gateway.sampling import (
     RequestedSampling,
@@ -64,6 +65,9 @@ def test_a_session_may_narrow_its_sampling_and_leave_that_to_the_agent(
     assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (1.0, 0.5, 3, 0.1)
     assert "presence_penalty" not in params
     assert "the agent's temperature = 0.2, presence_penalty = 1.0 have" in caplog.records[1].getMessage()
+    neutral = fields.sampling({"top_p": 1, "min_p": 0})
+    params = rules.params(neutral, replace(own, narrowed_by_agents=True), "sums", "train", None, 0)
+    assert (params["top_p"], params.get("min_p", 0)) == (1, 0), "asked for, as any other value"
     free = Sampling(narrowed_by_agents=True)
     assert not narrows(rules.params(RequestedSampling(), free, "sums", "train", None, 0))
     bounded = rules.params(RequestedSampling(top_p=0.5), free, "sums", "train", None, 0)

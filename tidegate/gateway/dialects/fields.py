@@ -93,7 +93,10 @@ def sampling(
         seed=get(payload, "seed", int),
         stop=_stops(payload, stop),
         stop_param=stop,
-        penalties={name: v for name, v in penalties.items() if v is not None and v != PENALTIES[name]},
+        # A session may have a min-p of its own, which the agent's 0 switches off.
+        penalties={
+            n: v for n, v in penalties.items() if v is not None and (v != PENALTIES[n] or n == "min_p")
+        },
         schema=schema,
     )
 
