@@ -62,7 +62,8 @@ class Rollouts(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             ConfigError: TRL evaluates, or a group has another size than `num_generations`.
-            TrainingError: A token was sampled at another temperature than TRL's `temperature`.
+            TrainingError: A token was sampled at another temperature than TRL's `temperature`, or with top-p,
+            top-k or min-p.
         """
         self._trainer, args = trainer, trainer.args
         if not trainer.model.training:
@@ -170,5 +171,11 @@ def _row(trajectory: Trajectory, reward: float, temperature: float, padding: int
         raise TrainingError(
             f"session {trajectory.session_id} was sampled at the temperature {others[0]}, TRL's temperature "
             f"is {temperature}: set it to the agents'"
+        )
+    if row.kept_ids is not None:
+        raise TrainingError(
+            f"session {trajectory.session_id} was sampled with top-p, top-k or min-p, and its logprobs are "
+            "those among the kept ids; TRL computes them over all ids: leave clients.top_p, top_k, min_p and "
+            "narrowed_by_agents out of the gateway's settings"
         )
     return trl_row(row, reward)

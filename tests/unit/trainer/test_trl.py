@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
@@ -95,6 +96,10 @@ def test_what_trl_would_train_on_wrongly_is_refused(trl: ModuleType) -> None:
         batch_of(trl, [group("a", two_turns(), rewards=(1.0,))], 1)
     with pytest.raises(TrainingError, match=r"temperature 0\.5, TRL's temperature is 1\.0"):
         batch_of(trl, [group("a", two_turns(), two_turns(temperature=0.5))], 1)
+    narrow = two_turns()
+    narrow[1].kept_ids, narrow[1].kept_counts = np.array([6, 7, EOS], np.int32), np.array([2, 1], np.int32)
+    with pytest.raises(TrainingError, match="sampled with top-p, top-k or min-p"):
+        batch_of(trl, [group("a", two_turns(), narrow)], 1)
     with pytest.raises(ConfigError, match="eval_strategy"):
         batch_of(trl, [], 1, training=False)
 
