@@ -106,7 +106,7 @@ def test_the_demo_learns_though_service_trainer_and_gateway_are_killed(
         os.kill(run.owned("gateway"), signal.SIGKILL)
         assert run.wait(timeout=1500) == 0, run.output()[-3000:]
     lines = metrics(run_dir)
-    assert [line["step"] for line in lines] == list(range(25))
+    assert [line["step"] for line in lines] == list(range(41))
     assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.3
     audit = held(run_dir)
     assert audit.oldest_staleness is not None
