@@ -14,6 +14,7 @@ import pytest
 from tests.rag_stand import FakeIndex
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RetrievalUnavailable
+from tidegate.rag.server import batcher as batcher_module
 from tidegate.rag.server.batcher import BatchOptions, QueryBatcher
 from tidegate.rag.server.metrics import RetrievalMetrics
 from tidegate.rag.server.query import Query, answer_all
@@ -101,7 +102,9 @@ async def test_what_came_while_a_batch_was_computed_does_not_wait_again() -> Non
     assert index.batches == [("0", "1"), ("2",)]
 
 
-async def test_callers_that_ask_again_are_in_the_next_batch() -> None:
+async def test_callers_that_ask_again_are_in_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for share in ("_PAUSE", "_LONGEST"):  # a batch that is not full waits for ever
+        monkeypatch.setattr(batcher_module, share, 1e9)
     index = FakeIndex()
     async with batcher(index, window_s=0.001, max_batch=3) as made:
 
@@ -113,7 +116,6 @@ async def test_callers_that_ask_again_are_in_the_next_batch() -> None:
         callers = [asyncio.create_task(caller("0", "3")), asyncio.create_task(caller("1", "4"))]
         await eventually(lambda: made.running_since is not None)
         callers.append(asyncio.create_task(caller("2")))
-        await asyncio.sleep(0.5)  # the longer a batch takes, the longer the next one waits
         index.gate.set()
         await asyncio.gather(*callers)
     assert list(map(set, index.batches)) == [{"0", "1"}, {"2", "3", "4"}]
