@@ -26,7 +26,7 @@ from common import Check, parser_of, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.microbatch import prefix_batches
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.policy import Policy
 from tidegate.types import Outcome, Trajectory, Turn, VersionSpan

@@ -102,7 +102,7 @@ def make_group(
 
 def lay(rows: list[TrainingSequence], max_tokens: int) -> list[Microbatch]:
     """As few microbatches as possible, without prefixes."""
-    from tidegate.trainer.batch.microbatch import microbatches
+    from tidegate.trainer.batch.packing import microbatches
 
     return microbatches(rows, range(len(rows)), max_tokens, overhead=1_000_000, max_padding=1.0)
 

@@ -1,4 +1,4 @@
-"""Groups rows into microbatches with shared prefixes and little padding.
+"""Microbatches: the tensors of the rows and shared prefixes that one forward pass computes.
 
 Axes in names: b rows of a microbatch, p prefixes, t positions, n trained tokens.
 """
@@ -15,19 +15,6 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.rows import TrainingSequence
-
-MICROBATCH_OVERHEAD = 64
-"""Fixed cost of a forward and backward pass, in padded tokens. Measured for a model of 1M parameters on a
-CPU."""
-MAX_PADDING_RATIO = 0.05
-"""Largest share of padding in the computed positions, whatever the cost of more passes."""
-MIN_SAVED_SHARE = 0.15
-"""Smallest share of their inputs that rows must save to share a prefix: attention with a prefix needs a mask,
-which costs more than plain causal attention."""
-MIN_SAVED_TOKENS = 16
-"""Rows must also save more tokens than this."""
-PREFIX_MEMORY_DIVISOR = 8
-"""Memory of a computed token's activations, relative to that of its keys and values."""
 
 
 class ForwardPass(NamedTuple):
@@ -175,190 +162,11 @@ class PrefixBatch:
         return [ForwardPass(batch.positions, batch.tokens) for batch in computed]
 
 
-@dataclass(slots=True)
-class _Cluster:
-    """Rows (by index in the batch) whose first `shared` tokens are equal."""
-
-    rows: list[int]
-    shared: int
-
-
-def prefix_batches(
-    rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool = True
-) -> list[PrefixBatch]:
-    """Group rows into microbatches with shared prefixes and little padding. Deterministic.
-
-    Rows without a trained token are left out.
-
-    Args:
-        rows: rows of the batch.
-        max_tokens: limit on the padded tokens of a microbatch, and on the prefixes of a PrefixBatch. A longer
-            row or prefix is processed alone.
-        share: compute common prefixes, such as the prompt of a group's episodes, once.
-    """
-    usable = [index for index, row in enumerate(rows) if row.mask.any()]
-    clusters = _clusters(rows, usable) if share else []
-    sharing = {index for cluster in clusters for index in cluster.rows}
-    alone = [index for index in usable if index not in sharing]
-    result = [PrefixBatch([], microbatches(rows, alone, max_tokens))] if alone else []
-    filling: list[_Cluster] = []
-    # Longest first, as `split_by_length` needs them.
-    for cluster in sorted(clusters, key=lambda cluster: (-cluster.shared, cluster.rows)):
-        if filling and sum(other.shared for other in filling) + cluster.shared > max_tokens:
-            result.append(_prefix_batch(rows, filling, max_tokens))
-            filling = []
-        filling.append(cluster)
-    return [*result, _prefix_batch(rows, filling, max_tokens)] if filling else result
-
-
-def microbatches(
-    rows: Sequence[TrainingSequence],
-    chosen: Sequence[int],
-    max_tokens: int,
-    *,
-    prefixes: Mapping[int, tuple[int, int]] | None = None,
-    overhead: int = MICROBATCH_OVERHEAD,
-    max_padding: float = MAX_PADDING_RATIO,
-) -> list[Microbatch]:
-    """Group the chosen rows into microbatches of at most `max_tokens` padded tokens, longest first.
-
-    Rows are sorted by length and split where padding + `overhead` per microbatch is least (exact, by dynamic
-    programming), or finer if more than `max_padding` of the positions would be padding.
-
-    Args:
-        rows: rows of the batch.
-        chosen: indices of the rows to use.
-        max_tokens: limit on the padded tokens of a microbatch.
-        prefixes: (index, length) of each row's prefix, by row index.
-        overhead: fixed cost of a microbatch, in padded tokens.
-        max_padding: largest share of padding.
-    """
-    prefixes = prefixes or {}
-    lengths = {index: rows[index].inputs - prefixes.get(index, (0, 0))[1] for index in chosen}
-    # The index decides between equal lengths, so that a replay sums in the same order.
-    order = sorted(chosen, key=lambda index: (-lengths[index], index))
-    # A prefix is not recomputed, but its keys and values are copied for every row.
-    margin = max((length for _, length in prefixes.values()), default=0) // PREFIX_MEMORY_DIVISOR
-    splits = split_by_length([lengths[index] for index in order], max_tokens, overhead, margin, max_padding)
-    return [microbatch(rows, order[start:end], prefixes) for start, end in splits]
-
-
 def padding_ratio(passes: Iterable[ForwardPass]) -> float:
     """Return the share of padding in the computed positions, 0 ≤ ratio < 1; 0 without passes."""
     sizes = [(forward_pass.positions, forward_pass.tokens) for forward_pass in passes]
     computed = sum(positions for positions, _ in sizes)
     return 1.0 - sum(tokens for _, tokens in sizes) / computed if computed else 0.0
-
-
-def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_Cluster]:
-    """Cluster rows with long common prefixes, among neighbours in lexicographic order.
-
-    A row joins the last cluster if that saves more tokens than leaving it out.
-    """
-    order = sorted(usable, key=lambda index: _order(rows[index]))
-    clusters: list[_Cluster] = []
-    for index in order:
-        last = clusters[-1] if clusters else None
-        shared = min(last.shared, _common_prefix(rows[last.rows[-1]], rows[index])) if last else 0
-        if last and len(last.rows) * shared > (len(last.rows) - 1) * last.shared:
-            last.rows.append(index)
-            last.shared = shared
-        else:
-            clusters.append(_Cluster([index], _max_prefix(rows[index])))
-    return [cluster for cluster in clusters if _worth_sharing(rows, cluster)]
-
-
-def _order(row: TrainingSequence) -> bytes:
-    """Return a key by which rows with equal beginnings are neighbours."""
-    # Big-endian: only then are bytes in the order of the ids.
-    tokens = row.ids.astype(">i4")
-    if row.experts is None:
-        return tokens.tobytes()
-    return np.column_stack([tokens, row.experts.astype(">i4")]).astype(">i4").tobytes()
-
-
-def _worth_sharing(rows: Sequence[TrainingSequence], cluster: _Cluster) -> bool:
-    saved = (len(cluster.rows) - 1) * cluster.shared
-    return saved > MIN_SAVED_TOKENS and saved >= MIN_SAVED_SHARE * sum(
-        rows[index].inputs for index in cluster.rows
-    )
-
-
-def _max_prefix(row: TrainingSequence) -> int:
-    """Return a row's longest possible prefix, which ends before the first trained token is predicted."""
-    return max(0, int(np.flatnonzero(row.mask)[0]) - 1)
-
-
-def _common_prefix(other: TrainingSequence, row: TrainingSequence) -> int:
-    """Return the length of the common prefix of two rows, at most `_max_prefix(row)`.
-
-    Tokens that are computed by different experts are different.
-    """
-    length = min(len(other.ids), _max_prefix(row))
-    unlike = other.ids[:length] != row.ids[:length]
-    if other.experts is not None and row.experts is not None:
-        unlike |= (other.experts[:length] != row.experts[:length]).any(axis=1)
-    different = np.flatnonzero(unlike)
-    return int(different[0]) if len(different) else length
-
-
-def _prefix_batch(
-    rows: Sequence[TrainingSequence], clusters: Sequence[_Cluster], max_tokens: int
-) -> PrefixBatch:
-    """Build prefixes and microbatches from clusters in descending order of shared tokens."""
-    prefix_of = {
-        index: (number, cluster.shared) for number, cluster in enumerate(clusters) for index in cluster.rows
-    }
-    prefixes = []
-    for start, end in split_by_length([cluster.shared for cluster in clusters], max_tokens):
-        first = [rows[cluster.rows[0]] for cluster in clusters[start:end]]
-        lengths = [cluster.shared for cluster in clusters[start:end]]
-        experts = _experts(first, [0] * len(first), lengths)
-        ids = [row.ids[:length] for row, length in zip(first, lengths, strict=True)]
-        prefixes.append(SharedPrefixes(_padded(ids), torch.tensor(lengths), experts))
-    return PrefixBatch(prefixes, microbatches(rows, sorted(prefix_of), max_tokens, prefixes=prefix_of))
-
-
-def split_by_length(
-    lengths: Sequence[int],
-    max_tokens: int,
-    overhead: int = MICROBATCH_OVERHEAD,
-    margin: int = 0,
-    max_padding: float = MAX_PADDING_RATIO,
-) -> list[tuple[int, int]]:
-    """Split descending lengths into runs (start, end) at least cost, with at most `max_padding` padding.
-
-    `overhead` is the cost of a run; it is halved until the padding is small enough.
-    """
-    while True:
-        splits = _cheapest_split(lengths, max_tokens, overhead, margin)
-        computed = sum((end - start) * lengths[start] for start, end in splits)
-        if not overhead or computed - sum(lengths) <= max_padding * computed:
-            return splits
-        overhead //= 2
-
-
-def _cheapest_split(
-    lengths: Sequence[int], max_tokens: int, overhead: int, margin: int = 0
-) -> list[tuple[int, int]]:
-    """Split descending lengths into the cheapest runs (start, end); a run costs overhead + rows · longest."""
-    count = len(lengths)
-    cost = np.full(count + 1, np.iinfo(np.int64).max, dtype=np.int64)
-    cost[0] = 0
-    back = np.zeros(count + 1, dtype=np.int64)
-    for start, longest in enumerate(lengths):
-        size = min(count - start, max(1, max_tokens // max(1, longest + margin)))
-        tried = cost[start] + overhead + longest * np.arange(1, size + 1)
-        ends = slice(start + 1, start + size + 1)
-        better = tried < cost[ends]
-        cost[ends][better] = tried[better]
-        back[ends][better] = start
-    splits = []
-    end = count
-    while end:
-        splits.append((int(back[end]), end))
-        end = int(back[end])
-    return splits[::-1]
 
 
 def _padded(sequences: Sequence[npt.NDArray[Any]], dtype: type = np.int64) -> Tensor:
@@ -430,6 +238,12 @@ def microbatch(
         kept_nm=_kept(selected),
         experts_btm=_experts(selected, starts, [row.inputs for row in selected]),
     )
+
+
+def shared_prefixes(rows: Sequence[TrainingSequence], lengths: Sequence[int]) -> SharedPrefixes:
+    """Build the prefixes of these lengths that the rows begin with."""
+    ids = [row.ids[:length] for row, length in zip(rows, lengths, strict=True)]
+    return SharedPrefixes(_padded(ids), torch.tensor(lengths), _experts(rows, [0] * len(rows), lengths))
 
 
 def _kept(rows: Sequence[TrainingSequence]) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tidegate.trainer.batch.microbatch import split_by_length
+from tidegate.trainer.batch.packing import split_by_length
 from tidegate.trainer.batch.rows import TrainingSequence
 
 

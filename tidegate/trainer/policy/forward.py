@@ -19,12 +19,8 @@ from transformers import Cache, DynamicCache
 
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError
-from tidegate.trainer.batch.microbatch import (
-    Microbatch,
-    PrefixBatch,
-    SharedPrefixes,
-    prefix_batches,
-)
+from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, SharedPrefixes
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers

@@ -13,7 +13,8 @@ from torch import Tensor
 from tidegate.config import TrainerSettings
 from tidegate.devices import find_device
 from tidegate.errors import TrainingError
-from tidegate.trainer.batch.microbatch import PrefixBatch, prefix_batches
+from tidegate.trainer.batch.microbatch import PrefixBatch
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint import shards
 from tidegate.trainer.checkpoint.huggingface import read_model

@@ -13,7 +13,7 @@ from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_mo
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
 from tidegate.settings.losses import BY_NAME
-from tidegate.trainer.batch.microbatch import prefix_batches
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, minibatches
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy import forward

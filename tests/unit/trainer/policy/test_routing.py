@@ -16,7 +16,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import StartError, TrainingError
-from tidegate.trainer.batch.microbatch import prefix_batches
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.policy.routing import normalises

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_group, make_row, make_rows
-from tidegate.trainer.batch.microbatch import (
+from tidegate.trainer.batch.microbatch import PrefixBatch, padding_ratio
+from tidegate.trainer.batch.packing import (
     MAX_PADDING_RATIO,
     PREFIX_MEMORY_DIVISOR,
-    PrefixBatch,
     _cheapest_split,
     microbatches,
-    padding_ratio,
     prefix_batches,
 )
 from tidegate.trainer.batch.rows import TrainingSequence
