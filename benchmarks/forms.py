@@ -27,7 +27,8 @@ from step import SETTINGS, compare, episodes, make_model, median_ratio, merged, 
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import Settings, TrainerSettings
-from tidegate.plan.memory import memory_plan, read_shape
+from tidegate.plan.memory import memory_plan
+from tidegate.plan.shape import read_shape
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 

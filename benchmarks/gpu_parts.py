@@ -53,7 +53,8 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.plan.memory import PUBLISHED, _trainer_plan, read_shape
+from tidegate.plan.memory import _trainer_plan
+from tidegate.plan.shape import PUBLISHED, read_shape
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.distributed import fsdp, rank_main
 from tidegate.trainer.policy.attention import attention

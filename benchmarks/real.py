@@ -46,7 +46,8 @@ from vs_trl import cpu_seconds
 
 from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.envs.base import load_environment
-from tidegate.plan.memory import memory_plan, read_shape
+from tidegate.plan.memory import memory_plan
+from tidegate.plan.shape import read_shape
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 

@@ -51,7 +51,8 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tidegate.config import Settings, TrainerSettings
-from tidegate.plan.memory import PUBLISHED, _trainer_plan, read_shape
+from tidegate.plan.memory import _trainer_plan
+from tidegate.plan.shape import PUBLISHED, read_shape
 from tidegate.trainer.batch.microbatch import PrefixBatch
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.distributed import fsdp

@@ -9,7 +9,8 @@ import pytest
 
 from tests import REPO
 from tidegate.config import load_settings
-from tidegate.plan.memory import memory_plan, read_shape
+from tidegate.plan.memory import memory_plan
+from tidegate.plan.shape import read_shape
 from tidegate.trainer.processes.gpus import engine_gpus
 
 GPU_BYTES = 80e9

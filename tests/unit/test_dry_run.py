@@ -21,7 +21,8 @@ from tidegate.cli import main
 from tidegate.config import Settings, load_settings, saved
 from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
-from tidegate.plan.memory import FLOAT32, PROGRAM, check_memory, disk_plan, memory_plan, read_shape, readable
+from tidegate.plan.memory import PROGRAM, check_memory, disk_plan, memory_plan, readable
+from tidegate.plan.shape import FLOAT32, read_shape
 from tidegate.trainer.policy.attention import use_repeated_heads
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.lora import Adapter

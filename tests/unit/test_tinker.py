@@ -19,7 +19,8 @@ from tidegate.engine.requests.request import WeightUpdate
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError, TidegateError, TrainingError
 from tidegate.launch import check, check_model
-from tidegate.plan.memory import memory_plan, read_shape
+from tidegate.plan.memory import memory_plan
+from tidegate.plan.shape import read_shape
 from tidegate.settings.tinker import TinkerService
 from tidegate.tinker import policy as policy_module
 from tidegate.tinker import service as service_module

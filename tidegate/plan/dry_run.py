@@ -12,7 +12,8 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.doctor.model import has_template, refuse_incomplete
 from tidegate.errors import ConfigError, StartError, TidegateError
-from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, read_shape, readable
+from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, readable
+from tidegate.plan.shape import read_shape
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
 from tidegate.trainer.backends import engine_command

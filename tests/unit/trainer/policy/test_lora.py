@@ -15,7 +15,7 @@ from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError
-from tidegate.plan.memory import read_shape
+from tidegate.plan.shape import read_shape
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.policy.policy import Policy
