@@ -241,6 +241,8 @@ class Turn:
     `output_ids`, as the model reads that token to predict its own; None unless `trainer.routing_replay`
     requests them. The first token of a root has none before it. Shape [tokens · layers · k], token after
     token."""
+    policy: str = ""
+    """Name of the policy that sampled it; empty in a run with one policy."""
 
     @property
     def routed_tokens(self) -> int:
@@ -369,6 +371,12 @@ class Trajectory:
     """Unix time at which the environment service was called for the rewards; 0 if it was not."""
     reward_seconds: float = 0.0
     """Duration of that call, with its time in the service's queue."""
+    policy_rewards: dict[str, float] = field(default_factory=dict)
+    """Reward of each policy that has one of its own; the others have the episode's `reward`."""
+
+    def reward_of(self, policy: str) -> float | None:
+        """Returns the reward of a policy's turns: its own, or the episode's."""
+        return None if self.reward is None else self.policy_rewards.get(policy, self.reward)
 
     def prompt_ids(self, turn: Turn) -> Ids:
         """Returns the whole prompt of a turn, from its root; shape [prompt]."""

@@ -45,6 +45,7 @@ TURN = Turn(
     kept_ids=np.array([9, 70_000, 8], dtype=np.int32),
     kept_counts=np.array([2, 1], dtype=np.int32),
     experts=np.array([0, 127, 65_535, 1, 2], dtype=np.uint16),
+    policy="solver",
 )
 
 
@@ -80,12 +81,15 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert back.turn.top_logprobs.dtype == np.float16
 
 
-@pytest.mark.parametrize("missing", [3, 5])
+@pytest.mark.parametrize("missing", [1, 4, 6])
 def test_turns_of_earlier_schemas_lack_the_fields_that_were_added(missing: int) -> None:
     node = TurnNode(TURN, TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0)
     values, rest = msgspec.msgpack.decode(turns.row(1, node)[1])
-    added = [one.name for one in fields(Turn)][-missing:]
-    assert added == ["top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts"][-missing:]
+    defaults = dict.fromkeys(("top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts")) | {
+        "policy": ""
+    }
+    added = dict([*defaults.items()][-missing:])
+    assert [*added] == [one.name for one in fields(Turn)][-missing:]
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.executescript(turns.TABLES)
         database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:-missing], rest])))
@@ -93,7 +97,7 @@ def test_turns_of_earlier_schemas_lack_the_fields_that_were_added(missing: int) 
         turns.pack(database, 1)
         after = turns.nodes("s", turns.read(database)[1])
     for nodes in (before, after):
-        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **dict.fromkeys(added)))
+        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **added))
 
 
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:

@@ -21,6 +21,8 @@ class EngineRecord(NamedTuple):
     control: tuple[str, ...] = ()
     joined: bool = False
     admitted: bool = True
+    policy: str = ""
+    """Name of the policy that it serves; empty in a run with one policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class EngineEndpoint:
     quarantined: bool = False
     max_context: int | None = None
     _: KW_ONLY
+    policy: str = ""
+    """Name of the policy that it serves; empty in a run with one policy."""
     weight_version: str | None = None
     version: int | None = None
     """Oldest version of its weights, and of those behind a router, when all reported one; None: never."""
@@ -116,11 +120,12 @@ class EngineEndpoint:
 
     @property
     def record(self) -> EngineRecord:
-        return EngineRecord(self.url, self.control, self.joined, self.admitted)
+        return EngineRecord(self.url, self.control, self.joined, self.admitted, self.policy)
 
     def to_wire(self) -> dict[str, Any]:
         fields = ("url", "state", "joined", "admitted", "candidate", "healthy", "quarantined", "limit")
-        return {name: getattr(self, name) for name in (*fields, "weight_version", "max_context")} | {
+        more = ("weight_version", "max_context", "policy")
+        return {name: getattr(self, name) for name in (*fields, *more)} | {
             "control": list(self.control),
             "calls": len(self.calls),
             "tokens_per_s": round(self.rate, 1),

@@ -77,7 +77,7 @@ class EnginePool:
         url = record.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
         if engine is None:
-            engine = EngineEndpoint(url, (url,))
+            engine = EngineEndpoint(url, (url,), policy=record.policy)
             self._dispatch.add(engine)
             probe = HealthProbe(
                 engine,

@@ -71,6 +71,7 @@ def _turn(turn: Turn, prompt: int) -> Attributes:
             "tidegate.parent_turn": turn.parent,
             "tidegate.delivered": turn.delivered,
             "tidegate.exempt": turn.exempt,
+            "tidegate.policy": turn.policy or None,
             "tidegate.oldest_version": turn.oldest_version(),
         }
     )

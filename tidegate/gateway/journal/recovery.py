@@ -43,7 +43,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
         sessions.append(session)
     by_id = {session.id: session for session in sessions}
     meta = dict(connection.execute("SELECT name, value FROM meta"))
-    engines = connection.execute("SELECT url, control, joined, admitted FROM engines")
+    engines = connection.execute("SELECT url, control, joined, admitted, policy FROM engines")
     return Recovered(
         sessions=sessions,
         entries=_entries(connection, by_id),
@@ -53,8 +53,8 @@ def load(connection: sqlite3.Connection) -> Recovered:
         epoch=meta.get("epoch", 0),
         last_order=next((order or 0 for (order,) in connection.execute("SELECT max(place) FROM groups")), 0),
         engines=[
-            EngineRecord(url, tuple(json.loads(control)), bool(joined), bool(admitted))
-            for url, control, joined, admitted in engines
+            EngineRecord(url, tuple(json.loads(control)), bool(joined), bool(admitted), policy)
+            for url, control, joined, admitted, policy in engines
         ],
         trainer_managed=bool(meta.get("led", False)),
     )

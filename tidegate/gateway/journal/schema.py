@@ -15,10 +15,11 @@ from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest, SessionResult
 from tidegate.types import Outcome, Sampling, Task, Trajectory, fields_of
 
-VERSION = 9
+VERSION = 10
 """Version of this schema; the database's `user_version`."""
-EXTENDED = (7, 8)
-"""Versions whose tables are the same: later ones add fields at the end of turns."""
+EXTENDED = (7, 8, 9)
+"""Versions that `EXTEND` makes the current one: later ones add fields at the end of turns."""
+EXTEND = f"ALTER TABLE engines ADD COLUMN policy TEXT NOT NULL DEFAULT ''; PRAGMA user_version = {VERSION};"
 TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,
@@ -38,7 +39,8 @@ CREATE TABLE groups (
 );
 CREATE TABLE ended (seq INTEGER PRIMARY KEY, kind TEXT NOT NULL, id TEXT NOT NULL, why TEXT NOT NULL);
 CREATE TABLE engines (
-    url TEXT PRIMARY KEY, control TEXT NOT NULL, joined INTEGER NOT NULL, admitted INTEGER NOT NULL
+    url TEXT PRIMARY KEY, control TEXT NOT NULL, joined INTEGER NOT NULL, admitted INTEGER NOT NULL,
+    policy TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE meta (name TEXT PRIMARY KEY, value NUMERIC);
 """
@@ -94,7 +96,7 @@ def read_ending(row: str, loop_offset: float) -> SessionResult:
 
 _RESULT = (
     "reward", "reward_parts", "agent_reward", "metrics", "output", "error", "seconds", "reward_started",
-    "reward_seconds",
+    "reward_seconds", "policy_rewards",
 )  # fmt: skip
 
 

@@ -236,12 +236,13 @@ class DiskJournal(Journal):
 
     async def engines(self, engines: Sequence[EngineRecord], trainer_managed: bool) -> None:
         rows = [
-            (engine.url, json.dumps(engine.control), engine.joined, engine.admitted) for engine in engines
+            (engine.url, json.dumps(engine.control), engine.joined, engine.admitted, engine.policy)
+            for engine in engines
         ]
         await self._writer.write(
             "engines",
             ("DELETE FROM engines", [()]),
-            ("INSERT INTO engines VALUES (?, ?, ?, ?)", rows),
+            ("INSERT INTO engines VALUES (?, ?, ?, ?, ?)", rows),
             ("REPLACE INTO meta VALUES ('led', ?)", [(trainer_managed,)]),
         )
 
@@ -258,7 +259,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         connection.execute("COMMIT")
         failpoints.reach("made.after")
     elif version in schema.EXTENDED:
-        connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+        connection.executescript(f"BEGIN; {schema.EXTEND} COMMIT;")
     elif version != schema.VERSION:
         connection.close()
         raise StartError(

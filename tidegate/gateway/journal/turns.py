@@ -50,11 +50,15 @@ _ARRAYS = [
     if get_origin(array) is np.ndarray
 ]
 _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
-_ADDED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts")
-"""The last fields: turns of schema version 7 have none of them, those of version 8 the first two."""
+_ADDED: dict[str, str | None] = {
+    "top_ids": None, "top_logprobs": None, "kept_ids": None, "kept_counts": None, "experts": None,
+    "policy": "",
+}  # fmt: skip
+"""The last fields, with the values of turns of earlier schema versions: those of version 7 have none of the
+fields, those of version 8 the first two, those of version 9 all but the last."""
 _VALUES: Any = msgspec.defstruct(
     "_VALUES",
-    [(name, _STORED[name], None) if name in _ADDED else (name, _STORED[name]) for name in _FIELDS],
+    [(name, _STORED[name], _ADDED[name]) if name in _ADDED else (name, _STORED[name]) for name in _FIELDS],
     array_like=True,
 )
 _Node = tuple[TurnRequestInfo, bytes, bytes, bytes, list[Message], Message]

@@ -123,6 +123,8 @@ def _atif(line: Line, sequences: Sequence[TrainingSequence]) -> Rows:
     if steps:
         names = ("task_id", "env", "split", "outcome", "reward", "reward_parts", "group_id", "slot", "error")
         also = {"state": line["state"], "advantage": line.get("turn_advantages", line["advantage"])}
+        if trajectory.policy_rewards:
+            also["policy_rewards"] = trajectory.policy_rewards
         yield {
             "schema_version": "ATIF-v1.7",
             "session_id": trajectory.session_id,
@@ -168,6 +170,8 @@ def _metrics(turn: Turn, trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "trainable": turn.trainable,
     }
+    if turn.policy:
+        extra["policy"] = turn.policy
     if turn.output_mask is not None:
         extra["output_mask"] = turn.output_mask.tolist()
     if turn.top_ids is not None and turn.top_logprobs is not None:

@@ -265,6 +265,8 @@ def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
     wire = fields_of(trajectory)
     wire["turns"] = [_encode_turn(turn) for turn in trajectory.turns]
     wire["tool_calls"] = [fields_of(call) for call in trajectory.tool_calls]
+    if not trajectory.policy_rewards:
+        del wire["policy_rewards"]
     return wire
 
 
@@ -322,7 +324,7 @@ def _advantage_fields(advantage: Advantage) -> dict[str, Any]:
 
 
 def _encode_turn(turn: Turn) -> dict[str, Any]:
-    return {
+    line = {
         **{field.name: getattr(turn, field.name) for field in fields(Turn)},
         # orjson writes contiguous arrays only, and these may be views of a longer one.
         "delta_ids": np.ascontiguousarray(turn.delta_ids, dtype=np.int32),
@@ -338,6 +340,9 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "started": round(turn.started, 4),
         "seconds": round(turn.seconds, 4),
     }
+    if not turn.policy:
+        del line["policy"]
+    return line
 
 
 def _decode_turn(line: Mapping[str, Any]) -> Turn:

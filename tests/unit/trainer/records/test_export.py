@@ -60,6 +60,18 @@ def test_likeliest_and_kept_ids_are_packed_and_older_records_have_none() -> None
     assert older.top_ids is older.kept_ids is older.kept_counts is None
 
 
+def test_policies_are_restored_and_absent_from_lines_of_a_run_with_one() -> None:
+    before = one_turn(np.zeros(2, np.float32))
+    line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
+    assert "policy_rewards" not in line
+    assert "policy" not in line["turns"][0]
+    assert decode_trajectory(line).turns[0].policy == ""
+    before.turns[0].policy, before.policy_rewards = "solver", {"solver": 0.25}
+    line = orjson.loads(orjson.dumps(encode_trajectory(before), option=orjson.OPT_SERIALIZE_NUMPY))
+    assert to_wire(decode_trajectory(line)) == to_wire(before)
+    assert [before.reward_of(name) for name in ("solver", "verifier")] == [0.25, 0.5]
+
+
 def test_tool_calls_are_restored_and_older_records_have_none() -> None:
     before = one_turn(np.zeros(2, np.float32))
     before.tool_calls = [ToolCall("enter", {"digit": 4, "big": 2**63}, "é", True, 0, 12.5, 0.25, known=False)]
