@@ -99,7 +99,7 @@ ALLOWED = {
         "envs.service.scoring",
         "gateway.rendering.conformance",
         "gateway.client",
-        "gateway.engines.protocol",
+        "gateway.engines.reply",
         "gateway.errors",
         "gateway.rendering.renderer",
         "gateway.parsing.tool_calls",

@@ -11,13 +11,8 @@ import orjson
 import pytest
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.protocol import (
-    GenerateRequest,
-    GenerateResult,
-    read_reply,
-    read_version,
-    request_body,
-)
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
+from tidegate.gateway.engines.reply import read_reply, read_version, reply_reader
 from tidegate.types import VersionSpan
 
 
@@ -184,7 +179,7 @@ def test_experts_are_asked_for_and_joined_over_the_calls_of_a_reply() -> None:
         )
         if experts is not None:
             told["meta_info"]["routed_experts"] = packed(experts)
-        reply.extend(order.reader(reply)(told))
+        reply.extend(reply_reader(order, reply)(told))
 
     call([7, 8], 3, [[3, 30], [4, 40], [5, 50]], "abort")
     assert order.has_experts(reply)

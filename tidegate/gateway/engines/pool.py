@@ -28,6 +28,7 @@ from tidegate.gateway.engines.protocol import (
     SlowEnginesError,
     request_body,
 )
+from tidegate.gateway.engines.reply import reply_reader
 from tidegate.gateway.ids import unique_name
 from tidegate.service.backoff import backoff_s
 
@@ -286,7 +287,7 @@ class EnginePool:
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
                 body = request_body(request, result, rid, oldest_kv)
-                await self._client.generate(engine.url, body, stream, take, request.reader(result))
+                await self._client.generate(engine.url, body, stream, take, reply_reader(request, result))
             engine.failures = 0
         except OSError as error:
             own = error.errno in _OWN_LIMITS
