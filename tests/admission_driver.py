@@ -250,8 +250,8 @@ class World:
             assert mine["stepped"] == stepped
             for state in (State.LIVE, State.STALE, State.FILTERED, State.FAILED, State.CANCELLED):
                 assert mine[state.value] == core[state], f"{state}: {mine[state.value]} against {core[state]}"
-        self.most = min(self.most, self.core.in_flight())
-        assert self.core.in_flight() <= max(self.rules.capacity, self.most)
+        self.most = min(self.most, len(self.core.groups))
+        assert len(self.core.groups) <= max(self.rules.capacity, self.most)
         places = [*self.running.values(), *self.waiting]
         running = len({place for place in places if place[0] in self.core.groups})
         assert running == self.core.unsettled_slots()
@@ -259,12 +259,12 @@ class World:
         assert running <= max(most, size)
         room = not running or running + size <= most
         free = not self.paused or (self.core.outage.down is None and not running)
-        may = self.core.in_flight() < self.rules.capacity and room and free
+        may = len(self.core.groups) < self.rules.capacity and room and free
         assert self.paused == (self.core.outage.why is not None)
         self._check_liveness(running)
         assert (self.core.blocked_by() is None) == may
         unpublished = sum(g.phase is Phase.UNPUBLISHED for g in self.core.groups.values())
-        assert groups["live"] == self.core.in_flight() - unpublished
+        assert groups["live"] == len(self.core.groups) - unpublished
         limits = {"own": self.rules.max_attempts, "infra": self.rules.max_infra_attempts}
         for (slot, kind), number in self.charged.items():
             assert number <= limits[kind], f"{slot} failed {number} times"
@@ -308,7 +308,7 @@ class World:
         self.attempt_waiting()
         if self.core.failures.quarantined and self.rng.random() < 0.02:
             assert self.core.failures.lift(self.rng.choice(sorted(self.core.failures.quarantined)))
-        if self.rng.random() < self.client_rate and self.core.in_flight() < self.rules.capacity:
+        if self.rng.random() < self.client_rate and len(self.core.groups) < self.rules.capacity:
             self.offer()
             return
         roll = self.rng.random()
@@ -393,6 +393,7 @@ class World:
 
     def train(self) -> None:
         size = self.part_sizes[len(self.parts)]
+        self.core.end_stale_groups()
         part = self.core.select_batch(size)
         if part is None:
             return
@@ -440,7 +441,7 @@ class World:
                 continue
             break
         assert not self.stepped, "what was stepped on behind the marker is put back"
-        self.most = self.core.in_flight()
+        self.most = len(self.core.groups)
         self.running.clear()
         self.waiting.clear()
         phases = {name: group.phase for name, group in self.core.groups.items()}

@@ -14,8 +14,8 @@ exactly synchronous. Groups that end stale, filtered or failed stop counting at 
 no group starts beyond what the remaining steps need. No group starts during a publish: it would sample
 from the previous weights and become stale one version sooner.
 
-**Hard bound.** `select_batch` drops groups by *oldest sampled version* when the batch is assembled. The
-start rule only reduces waste; the bound does not depend on it.
+**Hard bound.** `end_stale_groups` ends groups by *oldest sampled version* when a batch is assembled, and
+`select_batch` raises if one is left. The start rule only reduces waste; the bound does not depend on it.
 """
 
 from __future__ import annotations
@@ -105,10 +105,6 @@ class Admission:
 
     # ------------------------------------------------------------------ starting
 
-    def in_flight(self) -> int:
-        """Number of groups in flight."""
-        return len(self.groups)
-
     def unsettled_slots(self) -> int:
         """Number of slots whose episode runs or will be attempted again."""
         return self._in_flight.unsettled
@@ -120,18 +116,15 @@ class Admission:
             return f"an outage pauses the run: {outage}"
         if self.versions.publishing:
             return f"version {self.versions.reserved} is being published"
-        if self.in_flight() >= self.rules.capacity:
-            return f"{self.in_flight()} groups are in flight, the limit that trainer.max_staleness allows"
+        if len(self.groups) >= self.rules.capacity:
+            return f"{len(self.groups)} groups are in flight, the limit that trainer.max_staleness allows"
         # One group may always run: under a limit smaller than a group, none would ever start.
-        if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.rules.max_running:
+        if (busy := self.unsettled_slots()) and busy + self.rules.group_size > self.rules.max_running:
+            return f"{busy} episodes are in progress; another group would exceed agent.max_concurrency"
+        if busy and busy + self.rules.group_size > self.pace.limit:
             return (
-                f"{self.unsettled_slots()} episodes are in progress; another group would exceed "
-                "agent.max_concurrency"
-            )
-        if self.unsettled_slots() and self.unsettled_slots() + self.rules.group_size > self.pace.limit:
-            return (
-                f"{self.unsettled_slots()} episodes are in progress; the engines, at {self.pace.rate:.3g} "
-                f"tokens/s, serve {self.pace.limit:.0f} within agent.deadline_s"
+                f"{busy} episodes are in progress; the engines, at {self.pace.rate:.3g} tokens/s, serve "
+                f"{self.pace.limit:.0f} within agent.deadline_s"
             )
         if (needed := self._needed()) is not None and needed <= 0:
             return "enough groups are in flight for the remaining steps"
@@ -224,13 +217,12 @@ class Admission:
         return self._settle(group)
 
     def _settle(self, group: GroupState) -> AttemptDecision:
-        rules = self.rules
-        lost = sum(slot.done is None and slot.settled(rules) for slot in group.slots)
+        lost = sum(slot.done is None and slot.settled(self.rules) for slot in group.slots)
         if len(group.slots) - lost < self.rules.min_group_size:
             self.streaks.failed += 1
             self._in_flight.end(group, State.FAILED)
             return AttemptDecision.FAILED
-        if not all(slot.settled(rules) for slot in group.slots):
+        if not all(slot.settled(self.rules) for slot in group.slots):
             return AttemptDecision.WAIT
         group.phase = Phase.READY
         self.streaks.failed = 0
@@ -316,11 +308,11 @@ class Admission:
         return stale
 
     def select_batch(self, number: int | None = None) -> BatchSelection | None:
-        """Select the next batch, or a minibatch of `number` groups, after dropping stale groups.
+        """Select the next batch, or a minibatch of `number` groups; `end_stale_groups` comes before.
 
-        Returns exactly that many groups in order of completion, or None if there are fewer.
+        Returns exactly that many groups in order of completion, or None if there are fewer. Raises
+        LedgerError if one of them exceeds the staleness bound.
         """
-        self.end_stale_groups()
         size = self.rules.groups_per_batch if number is None else number
         chosen = choose(self._in_flight.leased, self.groups, size, self.rules.client_limit(size))
         if len(chosen) < size:
@@ -328,7 +320,10 @@ class Admission:
         staleness = []
         for group in self._in_flight.select(chosen):
             age = self.versions.staleness(group.oldest)
-            assert age is not None
+            if age is None or not self.versions.admissible(group.oldest, group.newest):
+                raise LedgerError(
+                    f"group {group.id} exceeds the staleness bound: end_stale_groups was not called"
+                )
             staleness.append(age)
         return BatchSelection(self.version, chosen, staleness)
 

@@ -164,10 +164,10 @@ class Batcher:
         """
         started = time.monotonic()
         while True:
-            # Not left to `select_batch`: their episodes are saved and the gateway is told, which admission
-            # cannot do.
-            for group_id in self.admission.end_stale_groups():
-                self._dropped.append(await self._drop(group_id, State.STALE))
+            # Until none is left: a version may go live while a group is saved and acknowledged.
+            while stale := self.admission.end_stale_groups():
+                for group_id in stale:
+                    self._dropped.append(await self._drop(group_id, State.STALE))
             selection = self.admission.select_batch(number)
             if selection is not None:
                 break

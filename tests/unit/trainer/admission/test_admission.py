@@ -108,7 +108,7 @@ def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again()
     driver = Driver(max_staleness=0, max_stale_retries=1)
     first, second = driver.ready(0), driver.ready(0)
     driver.core.versions.live = driver.core.versions.reserved = 1
-    assert driver.core.select_batch() is None
+    assert driver.core.end_stale_groups() == [first, second]
     assert driver.ends() == {"stale": 2}
     assert driver.core.stale_ages == {1: 2}
     again = driver.core.next_ticket()
@@ -119,6 +119,18 @@ def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again()
     assert driver.book[-1]["replaces"] == first
     driver.core.end_stale(group.id)
     assert driver.core.next_ticket() == TaskTicket(2), "its budget is spent: another task takes the place"
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_no_batch_takes_a_group_that_exceeds_the_bound(abandoned: bool) -> None:
+    driver = Driver(max_staleness=0)
+    driver.ready(0), driver.ready(0)
+    if abandoned:
+        driver.core.versions.abandoned.add(0)
+    else:
+        driver.core.versions.live = driver.core.versions.reserved = 1
+    with pytest.raises(LedgerError, match=r"group g1-000001 exceeds the staleness bound"):
+        driver.core.select_batch()
 
 
 def test_select_batch_takes_exactly_the_batch_in_order_of_completion() -> None:
@@ -313,7 +325,7 @@ def test_no_group_starts_that_no_step_is_left_for_and_what_is_lost_is_replaced()
         assert selection is not None
         driver.core.step(selection, step)
         driver.publish(step)
-    assert (driver.core.in_flight(), driver.core.blocked_by() is not None) == (0, True)
+    assert (len(driver.core.groups), driver.core.blocked_by() is not None) == (0, True)
     assert driver.ends() == {"stepped": 4, "filtered": 1}, "exactly the groups that two steps take"
 
 

@@ -99,6 +99,22 @@ async def test_groups_without_a_gradient_are_filtered_and_replaced() -> None:
     )
 
 
+async def test_no_batch_takes_a_group_that_became_stale_while_another_was_saved() -> None:
+    batches, gateway, _ = gathered([APART, APART], dynamic_sampling=True)
+    versions = batches.admission.versions
+    for oldest in (0, 1):
+        await batches._lease_and_filter(0.0)
+        list(batches.admission.groups.values())[-1].oldest = oldest
+    versions.live = versions.reserved = 1
+
+    async def goes_live(*_: Any) -> None:
+        versions.live = versions.reserved = 2
+
+    batches.save = goes_live
+    assert await batches.next_batch(1, lambda: True) is None
+    assert [outcome for _, outcome in gateway.acked] == ["stale", "stale"]
+
+
 async def test_a_dropped_group_is_saved_when_it_is_dropped_and_before_any_batch() -> None:
     batches, _, book = gathered([ALIKE, ALIKE, APART, APART], dynamic_sampling=True)
     saved: list[tuple[str, str]] = []

@@ -392,7 +392,7 @@ async def test_an_erased_group_that_waits_for_a_batch_ends_filtered(tmp_path: Pa
     await batches.withdraw(["waits", "unknown"])
     assert saved == [], "its texts are erased"
     assert ends(book) == {"waits": "filtered"}
-    assert admission.in_flight() == 0
+    assert len(admission.groups) == 0
 
 
 def settings(tmp_path: Path) -> Settings:
