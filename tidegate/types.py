@@ -479,6 +479,8 @@ class Scored:
     """How the rewards were computed (such as which extractor read the answer); added to the trajectory's."""
     turn_rewards: Mapping[int, float] = field(default_factory=dict)
     """Rewards of single turns in addition to `reward`, by index."""
+    policy_rewards: Mapping[str, float] = field(default_factory=dict)
+    """In place of `reward`, for the policies that a reward names."""
 
 
 def finite(name: str, value: object) -> float:
@@ -509,6 +511,19 @@ def finite_by_name(what: str, values: Mapping[Any, object]) -> dict[str, float]:
         if not isinstance(name, str):
             raise RewardError(f"{what}{name!r} has a name that is not a text; write {str(name)!r}")
     return {str(name): finite(f"{what}{name!r}", value) for name, value in values.items()}
+
+
+def finite_reward(value: object) -> float | dict[str, float]:
+    """Returns an agent's reward as a float, or if it names policies, as a float for each.
+
+    Raises:
+        RewardError: It is not a finite number, or names no policy.
+    """
+    if not isinstance(value, Mapping):
+        return finite("the agent's reward", value)
+    if not value:
+        raise RewardError("the agent's reward is {}, which names no policy; return None, or a number")
+    return finite_by_name("the agent's reward of policy ", value)
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -178,8 +178,9 @@ class Result:
 
     output: str | None
     """The output that the rewards score."""
-    reward: float | None = None
-    """Used only if the environment has no reward functions."""
+    reward: float | Mapping[str, float] | None = None
+    """Used only if the environment has no reward functions. In a run with several policies it may be a reward
+    for each, by name: the episode's is then their mean."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Recorded with the episode as `episode/<name>`."""
 

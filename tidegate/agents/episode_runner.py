@@ -7,7 +7,7 @@ import io
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,11 @@ def checked(result: str | Result | None) -> Result:
             f"the agent returned {len(result.metrics)} metrics, or one with a long name; the limit is "
             f"{MAX_METRICS} metrics, with names of {MAX_METRICS} characters"
         )
-    reward = None if result.reward is None else float(result.reward)
+    reward = result.reward
+    if isinstance(reward, Mapping):
+        reward = {str(name): float(value) for name, value in reward.items()}
+    elif reward is not None:
+        reward = float(reward)
     return Result(output, reward, {str(name): float(value) for name, value in result.metrics.items()})
 
 

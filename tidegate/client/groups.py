@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from tidegate.client.calls import POLL_S, ClientCalls
 from tidegate.errors import GatewayError, GroupRefusedError, RewardError
-from tidegate.types import finite
+from tidegate.types import finite, finite_reward
 
 LEAVE_S = 5.0
 FIRST_RETRIES, RETRY_S = 4, 6.0
@@ -158,7 +158,7 @@ class ClientEpisode:
     If the block raises, the episode fails (`agent_error`), and the exception is raised again.
 
     Attributes:
-        reward: The episode's reward, a finite number.
+        reward: The episode's reward, a finite number; or one for each policy, by name.
         output: Output of the agent, for readers of the trajectory.
         metrics: Numbers to record with the episode, by name.
         base_url: Base URL of the episode's OpenAI-compatible API, once it is open.
@@ -167,7 +167,7 @@ class ClientEpisode:
     """
 
     def __init__(self, group: ClientGroup, metadata: dict[str, Any]) -> None:
-        self.reward: float | None = None
+        self.reward: float | Mapping[str, float] | None = None
         self.output: str | None = None
         self.metrics: dict[str, float] = {}
         self.base_url = self.api_key = self.model = self._id = self._finish_key = ""
@@ -198,7 +198,7 @@ class ClientEpisode:
             await leave(self._finish(failure))
             return
         try:
-            reward = finite("the episode's reward", self.reward)
+            reward = finite_reward(self.reward)
             metrics = {name: finite(f"the metric {name!r}", value) for name, value in self.metrics.items()}
         except RewardError as wrong:
             await self._finish({"outcome": "agent_error", "error": str(wrong)})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tidegate.envs.rewards import Grade, Reward
+from tidegate.envs.rewards import Grade, Reward, weighted
 from tidegate.envs.tools import Tool, tools_of
 from tidegate.errors import ConfigError
 from tidegate.loading import check_object, construct, load_object
@@ -154,7 +154,8 @@ class Environment(ABC):
             awaited: Grades of the async rewards by name.
 
         Returns:
-            The weighted sum of the rewards, with its parts, metrics and rewards of single turns.
+            The weighted sum of the rewards, also by policy, with its parts, metrics and rewards of single
+            turns.
 
         Raises:
             RewardError: A reward function raised or did not return a finite number.
@@ -164,9 +165,9 @@ class Environment(ABC):
         grades |= {r.name: r.grade(arguments) for r in self.rewards if r.name not in grades}
         parts = {name: grade.value for name, grade in grades.items()}
         metrics = {key: value for grade in grades.values() for key, value in grade.metrics.items()}
-        total = sum(reward.weight * parts[reward.name] for reward in self.rewards)
+        total, policies = weighted(self.rewards, parts)
         turns = {} if trajectory is None else self.turn_rewards(task, trajectory)
-        return Scored(total, parts, metrics, turns)
+        return Scored(total, parts, metrics, turns, policies)
 
     def _arguments(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
@@ -46,6 +46,8 @@ class Reward:
     depends on the episode's `state` alone."""
     weight: float = 1.0
     """Factor in the weighted sum."""
+    policy: str | None = None
+    """Name of the only policy for which it counts; None: it counts for every policy."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in _parameters(self.fn) if name not in ARGUMENTS]
@@ -109,6 +111,22 @@ class Reward:
             kind = RewardUnavailableError if isinstance(error, RewardUnavailableError) else kind
             return kind(f"the reward {self.name!r}: {error}")
         return kind(f"the reward {self.name!r} raised {type(error).__name__}: {error}{where(error)}")
+
+
+def weighted(rewards: Sequence[Reward], parts: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """Returns an episode's reward, and that of each policy that a reward names.
+
+    The episode's is the weighted sum of the parts that name no policy; a policy's has its own parts, too. If
+    every part names a policy, the episode's is the mean of theirs.
+    """
+    shared = [reward for reward in rewards if reward.policy is None]
+    total = sum(reward.weight * parts[reward.name] for reward in shared)
+    policies: dict[str, float] = {}
+    for reward in rewards:
+        if reward.policy is not None:
+            before = policies.get(reward.policy, total)
+            policies[reward.policy] = before + reward.weight * parts[reward.name]
+    return total if shared or not policies else math.fsum(policies.values()) / len(policies), policies
 
 
 def is_async(fn: Any) -> bool:

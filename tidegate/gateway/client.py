@@ -116,7 +116,7 @@ class GatewayClient(ControlCalls):
         *,
         output: str | None = None,
         outcome: Outcome | str | None = None,
-        reward: float | None = None,
+        reward: float | Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
         error: str | None = None,
         epoch: int | None = None,
@@ -128,7 +128,7 @@ class GatewayClient(ControlCalls):
             session_id: Id of the session.
             output: The agent's output.
             outcome: The reported outcome; by default the gateway decides.
-            reward: Reward returned by the agent.
+            reward: Reward returned by the agent, or of each policy by its name.
             metrics: Metrics of the episode, by name.
             error: Description of the error, if there was one.
             epoch: Epoch of the calling trainer.
@@ -141,7 +141,7 @@ class GatewayClient(ControlCalls):
         body = {
             "output": output,
             "outcome": None if outcome is None else str(outcome),
-            "reward": reward,
+            "reward": dict(reward) if isinstance(reward, Mapping) else reward,
             "metrics": dict(metrics or {}),
             "error": error,
             "trainer_epoch": epoch,

@@ -30,12 +30,13 @@ def judge_of(endpoint: Endpoint, cache: Path | None = None, **settings: Any) -> 
 async def test_the_score_is_added_to_the_environments_own_reward() -> None:
     async with judging() as endpoint:
         judge = judge_of(endpoint, weight=2.0, environment_weight=0.5)
-        own = Scored(1.0, {"right": 1.0}, {"em": 1.0}, {0: 0.4})
+        own = Scored(1.0, {"right": 1.0}, {"em": 1.0}, {0: 0.4}, {"solver": 3.0})
         scored = await judge.score(TASK, ended("0.25"), own)
         await judge.close()
     assert scored.reward == 0.5 * 1.0 + 2.0 * 0.25
     assert scored.parts == {"right": 1.0, "judge": 0.25}
     assert scored.turn_rewards == {0: 0.2}
+    assert scored.policy_rewards == {"solver": 0.5 * 3.0 + 2.0 * 0.25}
     seconds = scored.metrics["judge/seconds"]
     assert scored.metrics == {
         "em": 1.0, "judge/environment": 1.4, "judge/calls": 1.0, "judge/cached": 0.0, "judge/errors": 0.0,

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from tidegate.envs.rewards import Reward, exact_answer, final_number
+from tidegate.envs.rewards import Reward, exact_answer, final_number, weighted
 from tidegate.errors import ConfigError, RewardError
 
 GIVEN = {"output": "o", "answer": 4, "info": {"x": 1}, "task": None, "messages": [], "trajectory": None}
@@ -139,3 +139,14 @@ def test_numpy_numbers_are_numbers() -> None:
 
     assert Reward("r", lambda: np.float32(0.5))(GIVEN) == 0.5
     assert Reward("r", lambda: np.int64(2))(GIVEN) == 2.0
+
+
+def test_a_part_that_names_a_policy_counts_for_it_alone() -> None:
+    form = Reward("form", lambda: 0.0, weight=0.5)
+    exact = Reward("exact", lambda: 0.0, policy="solver")
+    judged = [Reward(name, lambda: 0.0, 2.0, policy="verifier") for name in ("judged", "calm")]
+    parts = {"form": 1.0, "exact": 0.25, "judged": 0.5, "calm": -0.125}
+    assert weighted([form, exact, *judged], parts) == (0.5, {"solver": 0.75, "verifier": 1.25})
+    assert weighted([exact, *judged], parts) == (0.5, {"solver": 0.25, "verifier": 0.75}), "the mean"
+    assert weighted([form], parts) == (0.5, {})
+    assert weighted([], {}) == (0, {})

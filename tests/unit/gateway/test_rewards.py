@@ -43,7 +43,7 @@ def trajectory(outcome: Outcome = Outcome.COMPLETED) -> Trajectory:
 
 async def ended(rewarder: Any, claimed: Any = None, task: Task | None = TASK, **more: Any) -> Trajectory:
     one = trajectory(more.pop("outcome", Outcome.COMPLETED))
-    scorer = Scorer(LocalRewards({} if rewarder is None else {"sums": rewarder}))
+    scorer = Scorer(LocalRewards({} if rewarder is None else {"sums": rewarder}), more.pop("policies", None))
     await scorer.reward(one, task, more.pop("posted", {}), claimed)
     assert not more
     return one
@@ -53,6 +53,46 @@ async def test_the_environment_wins_over_the_agent_and_both_are_kept() -> None:
     one = await ended(Rewarding(lambda: Scored(0.5, {"exact": 1, "form": 0.0})), claimed=1)
     assert (one.reward, one.agent_reward, one.outcome) == (0.5, 1.0, Outcome.COMPLETED)
     assert one.reward_parts == {"exact": 1.0, "form": 0.0}
+
+
+async def test_an_agent_may_reward_each_policy() -> None:
+    one = await ended(None, claimed={"solver": 1, "verifier": 0.5}, policies=("solver", "verifier"))
+    assert (one.reward, one.agent_reward) == (0.75, 0.75)
+    assert one.policy_rewards == {"solver": 1.0, "verifier": 0.5}
+    assert [one.reward_of(name) for name in ("solver", "verifier", "critic")] == [1.0, 0.5, 0.75]
+    wins = await ended(Rewarding(lambda: Scored(0.25, {})), claimed={"solver": 1}, policies=("solver",))
+    assert (wins.reward, wins.agent_reward, wins.policy_rewards) == (0.25, 1.0, {})
+    failed = await ended(None, claimed={"solver": 1}, policies=("solver",), outcome=Outcome.TIMEOUT)
+    assert (failed.reward, failed.agent_reward, failed.policy_rewards) == (None, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("claimed", "policies", "why"),
+    [
+        (
+            {"critic": 1.0},
+            ("solver",),
+            "policy 'critic', which this run does not have: the policies are solver",
+        ),
+        ({"solver": 1.0}, (), "policy 'solver', which this run does not have: it has only one"),
+        ({"solver": math.nan}, ("solver",), "reward of policy 'solver' is nan"),
+        ({}, ("solver",), "names no policy"),
+    ],
+)
+async def test_a_reward_of_an_unknown_policy_is_refused(claimed: Any, policies: Any, why: str) -> None:
+    one = await ended(None, claimed=claimed, policies=policies)
+    assert (one.outcome, one.reward, one.policy_rewards) == (Outcome.REWARD_ERROR, None, {})
+    assert why in str(one.error)
+
+
+async def test_rewards_of_policies_come_from_the_environment() -> None:
+    scored = Scored(0.5, {"form": 0.5, "exact": 1.0}, policy_rewards={"solver": 1.5})
+    one = await ended(Rewarding(lambda: scored), policies=("solver", "verifier"))
+    assert (one.reward, one.policy_rewards) == (0.5, {"solver": 1.5})
+    one = await ended(Rewarding(lambda: scored), policies=("verifier",))
+    assert "policy 'solver', which this run does not have" in str(one.error)
+    one = await ended(Rewarding(lambda: Scored(0.5, {}, policy_rewards={"solver": math.inf})))
+    assert "the reward of policy 'solver' is inf" in str(one.error)
 
 
 @pytest.mark.parametrize("what", [lambda: Scored(0.5, {"exact": 1}), lambda: 1 / 0])

@@ -56,12 +56,13 @@ class RewardJudge:
         if self.ranks and trajectory.group_id is not None and trajectory.split == "train":
             return self._weighted(own)
         parts, metrics = await self._judged(task, [shown(task, trajectory)], trajectory.group_id)
-        base = self._weighted(own)
+        base, judged = self._weighted(own), self._settings.weight * parts[0][PART]
         return Scored(
-            base.reward + self._settings.weight * parts[0][PART],
+            base.reward + judged,
             {**base.parts, **parts[0]},
             {**base.metrics, **metrics},
             base.turn_rewards,
+            {name: value + judged for name, value in base.policy_rewards.items()},
         )
 
     async def rank(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Scored]:
@@ -103,4 +104,5 @@ class RewardJudge:
         factor = self._settings.environment_weight
         turns = {turn: factor * value for turn, value in own.turn_rewards.items() if factor}
         metrics = {**own.metrics, OWN: own.reward + math.fsum(own.turn_rewards.values())}
-        return Scored(factor * own.reward, own.parts, metrics, turns)
+        policies = {name: factor * value for name, value in own.policy_rewards.items()}
+        return Scored(factor * own.reward, own.parts, metrics, turns, policies)

@@ -55,7 +55,11 @@ async def judged(
         own = None
     ended: Trajectory = await asyncio.to_thread(from_wire, trajectory, Trajectory)
     if ended.env != CONVERSATION and about[ended.env]["rewards"] == judge.names:
-        own = None if ended.agent_reward is None else Scored(ended.agent_reward, {})
+        own = (
+            None
+            if ended.agent_reward is None
+            else Scored(ended.agent_reward, {}, policy_rewards=ended.policy_rewards)
+        )
     return msgspec.to_builtins(await judge.score(_task(task), ended, own))
 
 

@@ -51,4 +51,5 @@ def check(scored: object) -> Scored:
         finite_by_name("the reward ", scored.parts),
         finite_by_name("the metric ", scored.metrics),
         {int(turn): finite(f"turn {turn}", value) for turn, value in scored.turn_rewards.items()},
+        finite_by_name("the reward of policy ", scored.policy_rewards),
     )

@@ -144,6 +144,7 @@ def plain(scored: Scored) -> dict[str, Any]:
         "parts": {name: float(value) for name, value in scored.parts.items()},
         "metrics": {name: float(value) for name, value in scored.metrics.items()},
         "turn_rewards": {int(turn): float(value) for turn, value in scored.turn_rewards.items()},
+        "policy_rewards": {name: float(value) for name, value in scored.policy_rewards.items()},
     }
 
 

@@ -49,7 +49,9 @@ class CallRates:
 
 
 def check_reward(value: object, limits: tuple[float, float]) -> None:
-    """Raises GatewayError (400) if a client's reward is outside the declared range."""
+    """Raises GatewayError (400) if a client's reward, or one of a policy, is outside the declared range."""
+    for one in value.values() if isinstance(value, dict) else ():
+        check_reward(one, limits)
     if isinstance(value, int | float) and not limits[0] <= value <= limits[1]:
         shown = f"{value:g}" if isinstance(value, float) else f"{value}"[:40]  # no float holds some integers
         raise GatewayError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.types import Outcome
 
@@ -39,6 +39,7 @@ class SessionSummary:
         seconds: Duration of the session in seconds.
         engine_wait_s: Seconds for which its last call had waited for engines that serve, if it ended as
             `timeout` for that reason; else 0.
+        policy_rewards: Reward of each policy that has one of its own.
     """
 
     session_id: str
@@ -53,6 +54,7 @@ class SessionSummary:
     error: str | None
     seconds: float
     engine_wait_s: float = 0.0
+    policy_rewards: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tidegate.errors import RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.gateway.groups.judge_outage import retry_while_unavailable
-from tidegate.types import Outcome, Task, Trajectory, finite
+from tidegate.types import Outcome, Task, Trajectory, finite, finite_reward
 
 
 class Scorer:
@@ -18,10 +18,14 @@ class Scorer:
 
     Args:
         environments: The environments with their reward functions; None: there are none.
+        policies: Names of the policies that a reward may name; None: any.
     """
 
-    def __init__(self, environments: EnvironmentService | None) -> None:
+    def __init__(
+        self, environments: EnvironmentService | None, policies: Collection[str] | None = None
+    ) -> None:
         self._environments = environments
+        self._policies = policies
 
     def scores(self, env: str | None) -> bool:
         """Whether an environment of this name has reward functions."""
@@ -46,13 +50,13 @@ class Scorer:
             trajectory: The trajectory, whose reward, parts, metrics and outcome are set.
             task: Its task; None: there is none.
             posted: Rewards that were posted while the session ran, by name.
-            agent_reward: The reward that the agent returned, not validated.
+            agent_reward: The reward that the agent returned, one or one for each policy, not validated.
             once: Whether a service that fails ends the episode; otherwise it is called again, as the episode
                 cannot be made again.
         """
         try:
             if agent_reward is not None:
-                trajectory.agent_reward = finite("the agent's reward", agent_reward)
+                self._set_agent_reward(trajectory, finite_reward(agent_reward))
             elif posted:
                 trajectory.agent_reward = finite("the sum of the rewards", sum(posted.values()))
             if trajectory.outcome.trainable:
@@ -60,13 +64,32 @@ class Scorer:
                 await self._reward(trajectory, task, once)
                 # Each reward is finite, but the trainer adds them, and the sum may overflow; absolute
                 # values bound any order.
-                sizes = [abs(trajectory.reward or 0.0), *(abs(turn.reward) for turn in trajectory.turns)]
+                own = map(abs, trajectory.policy_rewards.values())
+                largest = max(abs(trajectory.reward or 0.0), *own, 0.0)
+                sizes = [largest, *(abs(turn.reward) for turn in trajectory.turns)]
                 finite("the sum of the episode's and its turns' rewards", sum(sizes))
         except (RewardError, EpisodeLostError) as error:
             trajectory.metrics |= error.metrics if isinstance(error, RewardError) else {}
             if trajectory.outcome.trainable:
                 trajectory.outcome = _outcome(error)
                 trajectory.error, trajectory.reward = str(error), None
+            trajectory.policy_rewards = {}
+
+    def _set_agent_reward(self, trajectory: Trajectory, reward: float | dict[str, float]) -> None:
+        """Sets the agent's own reward: of rewards of policies the mean."""
+        if isinstance(reward, dict):
+            self._check_policies(reward)
+            if trajectory.outcome.trainable:
+                trajectory.policy_rewards = reward
+            reward = finite("the mean of the agent's rewards", sum(reward.values()) / len(reward))
+        trajectory.agent_reward = reward
+
+    def _check_policies(self, rewards: Mapping[str, float]) -> None:
+        """Raises RewardError for a reward of a policy that the run does not have."""
+        known = self._policies
+        if known is not None and (unknown := [name for name in rewards if name not in known]):
+            there = f"the policies are {', '.join(known)}" if known else "it has only one"
+            raise RewardError(f"a reward names policy {unknown[0]!r}, which this run does not have: {there}")
 
     async def _reward(self, trajectory: Trajectory, task: Task | None, once: bool) -> None:
         if self._environments is not None and self.scores(trajectory.env):
@@ -82,7 +105,8 @@ class Scorer:
                 )
             finally:
                 trajectory.reward_seconds = time.monotonic() - began
-            trajectory.reward = scored.reward
+            self._check_policies(scored.policy_rewards)
+            trajectory.reward, trajectory.policy_rewards = scored.reward, dict(scored.policy_rewards)
             trajectory.reward_parts |= scored.parts
             trajectory.metrics |= scored.metrics
             if scored.turn_rewards:

@@ -155,6 +155,7 @@ def _result(
         if number == 0 and isinstance(error, RewardError) and trajectory.reward is not None:
             trajectory.metrics |= error.metrics
         trajectory.outcome, trajectory.error, trajectory.reward = Outcome.REWARD_ERROR, str(error), None
+        trajectory.policy_rewards = {}
     raise GatewayError(f"group {group_id} could not be ranked: {error}", status=UNRANKED)
 
 
@@ -164,6 +165,7 @@ def _with(trajectory: Trajectory, scored: Scored) -> Trajectory:
         reward=(trajectory.reward or 0.0) + scored.reward,
         reward_parts={**trajectory.reward_parts, **scored.parts},
         metrics={**trajectory.metrics, **scored.metrics},
+        policy_rewards={name: value + scored.reward for name, value in trajectory.policy_rewards.items()},
     )
 
 

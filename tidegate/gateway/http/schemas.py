@@ -44,7 +44,14 @@ class NextAttempts(WorkerName):
 
 
 def _short(reward: Any) -> Any:
-    """Returns a reward; of one that is no number at most the beginning of its text, for the error."""
+    """Returns a reward, or the rewards of policies; of other values at most the beginning of their text, for
+    the error."""
+    if isinstance(reward, dict) and max(len(reward), *map(len, reward), 0) <= MAX_METRICS:
+        return {storable(name): _number_or_text(value) for name, value in reward.items()}
+    return _number_or_text(reward)
+
+
+def _number_or_text(reward: Any) -> Any:
     return reward if reward is None or _number(reward) is not None else repr(reward)[:200]
 
 
@@ -79,7 +86,8 @@ class AgentReport(Body):
     output: Annotated[str | None, AfterValidator(_bounded_output)] = None
     outcome: Outcome | None = None
     reward: Annotated[Any, AfterValidator(_short)] = None
-    """Any value: one that is not a finite number ends the session as `reward_error`."""
+    """A finite number, or one for each policy by its name; any other value ends the session as
+    `reward_error`."""
     metrics: Annotated[dict[str, Any], AfterValidator(_bounded_metrics)] = {}
     error: str | None = None
     """Its end is cut off, if it is long."""
@@ -287,6 +295,7 @@ def summary_row(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
         "agent_reward": trajectory.agent_reward,
+        "policy_rewards": trajectory.policy_rewards,
         "turns": len(trajectory.turns),
         "sampled_tokens": trajectory.sampled_tokens(),
         "oldest_version": trajectory.oldest_version(),
