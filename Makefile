@@ -231,7 +231,7 @@ fuzz: install    ## 100,000 requests that a careless or hostile client may send 
 	$(BIN)/python -m tests.fuzzing --cases 100000
 
 bench: install   ## every benchmark, one table each
-	@for b in engine step forms controls async_vs_sync gateway rag; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@for b in engine step controls async_vs_sync gateway rag; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 clean:           ## remove what make created (not your runs)
 	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
