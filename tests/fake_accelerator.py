@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.trainer.policy import forward, policy
+from tidegate.trainer.policy import attention, forward, policy
 from tidegate.trainer.policy.diagnostics import Diagnostics
 
 DEVICE = "fakegpu"
@@ -86,6 +86,7 @@ def main() -> None:
             (torch, "is_autocast_enabled", lambda *_: False),
             (fake_tensor, "CONSTANT_NUMEL_LIMIT", 0),  # else single numbers are computed, on no device
             (masking_utils, "is_tracing", lambda *_: False),
+            (attention, "causal_lower_right", lambda *_: None),  # a kind of tensor that cannot be a fake one
             (masking_utils, "find_packed_sequence_indices", lambda _: None),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -23,7 +23,7 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
 from tidegate.plan.memory import PROGRAM, check_memory, disk_plan, memory_plan, readable
 from tidegate.plan.shape import FLOAT32, read_shape
-from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.trainer.policy.attention import use_gpu_kernels
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.trainer.policy.working_copy import WorkingCopy
@@ -117,7 +117,7 @@ def test_the_kv_cache_is_what_the_model_fills() -> None:
 def test_the_activations_are_what_pytorch_keeps(dtype: str, on_gpu: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(BASE)
     if on_gpu:
-        use_repeated_heads(model)  # as on a GPU
+        use_gpu_kernels(model)  # as on a GPU
     short = dtype == "bfloat16"
     if on_gpu and short:
         model = WorkingCopy(model, decoder_layers, torch.bfloat16).model

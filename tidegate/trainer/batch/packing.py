@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class _Cluster:
 
 
 def prefix_batches(
-    rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool = True
+    rows: Sequence[TrainingSequence], max_tokens: int, *, share: bool = True, one_length: bool = False
 ) -> list[PrefixBatch]:
     """Group rows into microbatches with shared prefixes and little padding. Deterministic.
 
@@ -52,6 +53,7 @@ def prefix_batches(
         max_tokens: limit on the padded tokens of a microbatch, and on the prefixes of a PrefixBatch. A longer
             row or prefix is processed alone.
         share: compute common prefixes, such as the prompt of a group's episodes, once.
+        one_length: the prefixes of each microbatch have the same length.
     """
     usable = [index for index, row in enumerate(rows) if row.mask.any()]
     clusters = _clusters(rows, usable) if share else []
@@ -62,10 +64,10 @@ def prefix_batches(
     # Longest first, as `split_by_length` needs them.
     for cluster in sorted(clusters, key=lambda cluster: (-cluster.shared, cluster.rows)):
         if filling and sum(other.shared for other in filling) + cluster.shared > max_tokens:
-            result.append(_prefix_batch(rows, filling, max_tokens))
+            result.append(_prefix_batch(rows, filling, max_tokens, one_length=one_length))
             filling = []
         filling.append(cluster)
-    return [*result, _prefix_batch(rows, filling, max_tokens)] if filling else result
+    return [*result, _prefix_batch(rows, filling, max_tokens, one_length=one_length)] if filling else result
 
 
 def microbatches(
@@ -95,7 +97,7 @@ def microbatches(
     # The index decides between equal lengths, so that a replay sums in the same order.
     order = sorted(chosen, key=lambda index: (-lengths[index], index))
     # A prefix is not recomputed, but its keys and values are copied for every row.
-    margin = max((length for _, length in prefixes.values()), default=0) // PREFIX_MEMORY_DIVISOR
+    margin = max((prefixes.get(index, (0, 0))[1] for index in chosen), default=0) // PREFIX_MEMORY_DIVISOR
     splits = split_by_length([lengths[index] for index in order], max_tokens, overhead, margin, max_padding)
     return [microbatch(rows, order[start:end], prefixes) for start, end in splits]
 
@@ -153,7 +155,7 @@ def _common_prefix(other: TrainingSequence, row: TrainingSequence) -> int:
 
 
 def _prefix_batch(
-    rows: Sequence[TrainingSequence], clusters: Sequence[_Cluster], max_tokens: int
+    rows: Sequence[TrainingSequence], clusters: Sequence[_Cluster], max_tokens: int, *, one_length: bool
 ) -> PrefixBatch:
     """Build prefixes and microbatches from clusters in descending order of shared tokens."""
     prefix_of = {
@@ -163,7 +165,12 @@ def _prefix_batch(
     for start, end in split_by_length([cluster.shared for cluster in clusters], max_tokens):
         first = [rows[cluster.rows[0]] for cluster in clusters[start:end]]
         prefixes.append(shared_prefixes(first, [cluster.shared for cluster in clusters[start:end]]))
-    return PrefixBatch(prefixes, microbatches(rows, sorted(prefix_of), max_tokens, prefixes=prefix_of))
+    runs = itertools.groupby(clusters, key=lambda cluster: cluster.shared if one_length else None)
+    together = [[index for cluster in run for index in cluster.rows] for _, run in runs]
+    return PrefixBatch(
+        prefixes,
+        [one for run in together for one in microbatches(rows, sorted(run), max_tokens, prefixes=prefix_of)],
+    )
 
 
 def split_by_length(

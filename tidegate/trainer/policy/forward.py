@@ -24,7 +24,7 @@ from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
-from tidegate.trainer.policy.attention import use_repeated_heads
+from tidegate.trainer.policy.attention import use_gpu_kernels
 from tidegate.trainer.policy.experts import use_autocast
 from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, narrowed, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
@@ -108,9 +108,9 @@ class Forward:
         self.device = next(model.parameters()).device
         self._ranks = ranks
         self._settings = settings
+        self._one_length = ranks.one_length
         if settings.device != "cpu":
-            # Only the kernels of GPUs refuse grouped heads in float32.
-            use_repeated_heads(model)
+            use_gpu_kernels(model)
         if ranks.count == 1 and settings.pass_dtype == "float32":
             use_onednn(model)
         # In float32 until the checks below have compared results.
@@ -179,14 +179,16 @@ class Forward:
         return scored if batch.kept_nm is None else narrowed(scored, batch.kept_nm, batch.sampler_listed_nk)
 
     def _compute_logprobs(self, batch: Microbatch, prefix: Prefix | None) -> TokenLogprobs:
-        """Without a prefix no attention mask is needed: padding is on the right, and attention is causal."""
+        """Without a prefix no attention mask is needed: padding is on the right, and attention is causal. Nor
+        is one after prefixes of one length."""
         inputs: dict[str, Any] = {"input_ids": batch.ids_bt, "position_ids": batch.positions_bt}
         if prefix is None:
             inputs["use_cache"] = False
         else:
             inputs["use_cache"] = True
             inputs[cache_argument(self._backbone)] = prefix.cache(batch)
-            inputs["attention_mask"] = _mask(batch)
+            if not self._one_length:
+                inputs["attention_mask"] = _mask(batch)
         with self._precision(), self._replayed(batch.experts_btm):
             if self._head is None:
                 logits_nv = self.model(**inputs).logits.flatten(0, 1).index_select(0, batch.at_n)
@@ -258,7 +260,7 @@ class Forward:
         rows = _probe_rows(self.model.config.get_text_config().vocab_size)
         expected = self._by_row(prefix_batches(rows, 4096, share=False))
         try:
-            shared = self._by_row(prefix_batches(rows, 4096, share=True))
+            shared = self._by_row(prefix_batches(rows, 4096, share=True, one_length=self._one_length))
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False  # the model has another kind of cache or mask
         return all(np.allclose(values, shared[index], atol=1e-4) for index, values in expected.items())

@@ -32,6 +32,7 @@ class Ranks:
     Attributes:
         rank: number of this rank. Rank 0 writes files.
         count: number of ranks.
+        one_length: whether the shared prefixes of a microbatch have one length, so that it needs no mask.
     """
 
     rank = 0
@@ -39,6 +40,8 @@ class Ranks:
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
+        # A mask costs little on a CPU, and more microbatches would.
+        self.one_length = settings.device != "cpu"
 
     def call(self, method: str, *arguments: object, **options: object) -> AbstractContextManager[None]:
         """Return the context in which this rank calls a method of the policy, and the other ranks too.
@@ -88,7 +91,9 @@ class Ranks:
 
     def layout(self, share: RankShare, *, share_prefixes: bool) -> list[PrefixBatch]:
         """Group this rank's rows into microbatches."""
-        return prefix_batches(share.rows, self.settings.microbatch_tokens, share=share_prefixes)
+        return prefix_batches(
+            share.rows, self.settings.microbatch_tokens, share=share_prefixes, one_length=self.one_length
+        )
 
     def gather(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
         """Return the unsharded tensors on rank 0, and none on other ranks; tied tensors stay tied.

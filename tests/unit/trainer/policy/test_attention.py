@@ -1,17 +1,22 @@
-"""The flag for grouped heads is left out where torch's kernels of a GPU refuse it."""
+"""Attention on a GPU has neither a flag nor a mask that torch's kernels refuse or convert in every layer."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.attention.bias import CausalBias
 
 from tests.tiny import make_tiny_model
+from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_rows
 from tidegate.config import TrainerSettings
-from tidegate.trainer.policy.attention import NAME, use_repeated_heads
+from tidegate.trainer.checkpoint.huggingface import read_model
+from tidegate.trainer.policy.attention import NAME, use_gpu_kernels
 from tidegate.trainer.policy.forward import Forward
+from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.policy.ranks import Ranks
 
 
@@ -37,15 +42,49 @@ def test_heads_are_grouped_in_bfloat16_only_and_without_a_mask(
     expected = logits()
     assert {call.get("enable_gqa") for call in calls} == {True}, "as transformers does it"
     calls.clear()
-    use_repeated_heads(model)
+    use_gpu_kernels(model)
     assert torch.allclose(logits(), expected, atol=1e-5)
     assert [bool(call.get("enable_gqa")) for call in calls] == [grouped] * 2
     assert all(call["attn_mask"] is None and call["is_causal"] for call in calls)
 
 
-def test_a_policy_on_a_gpu_repeats_the_heads(tmp_path: Path) -> None:
+def test_a_policy_on_a_gpu_uses_it(tmp_path: Path) -> None:
     for device, name in (("cpu", "sdpa"), ("cuda", NAME)):
         model = make_tiny_model(tmp_path / device, hidden=32)
         settings = TrainerSettings(device=device)
         Forward(model, settings, Ranks(settings))
         assert model.config._attn_implementation == name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_rows_continue_a_shared_prefix_without_a_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """torch turns a boolean mask into numbers in every layer, which keeps them."""
+    make_tiny_model(tmp_path / "base", VOCABULARY, hidden=32, family=family)
+    rng, masks = np.random.default_rng(0), []
+    rows = [*make_group(rng, size=4, prompt=30), *make_group(rng, size=3, prompt=41), *make_rows(2)]
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def gradients(device: str) -> list[torch.Tensor]:
+        settings = TrainerSettings(device=device, compute_dtype="float32", learning_rate=1e-3)
+        policy = Policy(read_model(tmp_path / "base"), tmp_path / "base", settings)
+        assert policy._forward.shares
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+        policy.backward(rows, version=3)
+        monkeypatch.undo()
+        return [parameter.grad for parameter in policy.model.parameters() if parameter.grad is not None]
+
+    def recorded(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+        masks.append(type(attn_mask))
+        with monkeypatch.context() as inner:  # the form of a CPU has a mask
+            inner.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
+            return own(query, key, value, attn_mask, **options)
+
+    expected = gradients("cpu")
+    assert set(masks) == {type(None), torch.Tensor}
+    masks.clear()
+    found = gradients("cuda")
+    assert set(masks) == {type(None), CausalBias}
+    assert len(found) == len(expected) > 10
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found, expected, strict=True))

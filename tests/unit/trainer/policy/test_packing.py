@@ -95,6 +95,17 @@ def test_budgets_hold(rows, max_tokens, share):
             assert batch.prefix_width == max(batch.starts_b.tolist())
 
 
+@given(batches(), st.integers(8, 400))
+def test_prefixes_of_one_length_need_no_padding(rows, max_tokens):
+    found = prefix_batches(rows, max_tokens, one_length=True)
+    for bundle in found:
+        for batch in bundle.microbatches:
+            assert (batch.starts_b == batch.prefix_width).all()
+    laid = [index for bundle in found for batch in bundle.microbatches for index in batch.rows]
+    assert sorted(laid) == [index for index, row in enumerate(rows) if row.mask.any()]
+    assert computed(found) == computed(prefix_batches(rows, max_tokens))
+
+
 @given(batches())
 def test_sharing_prefixes_never_computes_more_tokens(rows):
     alone = prefix_batches(rows, 4096, share=False)
