@@ -445,6 +445,12 @@ def test_ranks_need_a_device_each():
     load_settings(None, ["--model.path=m", "--trainer.ranks=2", "--trainer.device=cuda"])
 
 
+def test_replicas_have_equally_many_ranks():
+    with pytest.raises(ConfigError, match=r"ranks = 4 are no multiple of replicas = 3"):
+        load_settings(None, ["--model.path=m", "--trainer.ranks=4", "--trainer.replicas=3"])
+    load_settings(None, ["--model.path=m", "--trainer.ranks=4", "--trainer.replicas=2"])
+
+
 @pytest.mark.parametrize(
     ("engine", "dtype", "arguments"),
     [

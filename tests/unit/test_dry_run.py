@@ -215,6 +215,9 @@ def test_ranks_share_a_machine_and_have_a_gpu_each(tmp_path: Path) -> None:
     assert two["activations"] == 2 * alone["activations"]
     kept = shape.activation_bytes(8192, "bfloat16", on_gpu=True)
     assert gpus["activations"] == kept + shape.gathered_bytes("bfloat16"), "layers are gathered one by one"
+    replicated = plan(ranks=4, replicas=2, device="cuda")
+    assert all(replicated[what] == gpus[what] for what in gpus if what != "checkpoint"), "two GPUs for each"
+    assert plan(ranks=4, replicas=2)["optimiser"] == 2 * alone["optimiser"]
     settings = settings_of(BASE, tmp_path, trainer={"ranks": 3, "device": "cuda"})
     assert "the run's process and 2 more ranks, on cuda" in describe(settings)
     assert "each of 3 GPUs" in describe(settings)
@@ -235,6 +238,7 @@ def test_the_host_memory_of_a_checkpoint_is_planned(tmp_path: Path) -> None:
     assert plan() == [], "it is written from the memory of the trainer"
     assert plan(ranks=2) == [("cpu", whole, "while one is written")]
     assert plan(ranks=2, device="cuda") == plan(ranks=2)
+    assert plan(ranks=4, replicas=2)[0][1] == whole + 2 * FLOAT32 * shape.parameters
     assert plan(device="cuda") == [("cpu", whole, "on --resume")]
     ((_, adapted, _),) = plan(ranks=2, lora={"rank": 3})
     assert adapted == 2 * FLOAT32 * (shape.parameters + shape.adapter(3, []))

@@ -11,7 +11,7 @@ With P parameters of b bytes:
   logprobs in float32; probabilities and their sums in float64).
 - program: Python, PyTorch and transformers, in a process on the CPU.
 - checkpoint: host memory. Several ranks write one beside their steps: 4 · P for the weights and 8 · P for
-  copies of the moments. A single rank on a GPU reads as much when it resumes.
+  copies of the moments, in each replica. A single rank on a GPU reads as much when it resumes.
 
 PyTorch needs about 0.5 GB per GPU in addition.
 """
@@ -125,18 +125,19 @@ def check_memory(settings: Settings, free: Callable[[str], int | None], *, engin
 def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
     """Returns the trainer's memory; ranks share host memory, and use one GPU each."""
     tokens, device, ranks = trainer.microbatch_tokens, trainer.device, trainer.ranks
-    passes, parts = 1, 1
+    passes, parts, copies = 1, 1, 1
     if ranks > 1 and device == "cpu":
-        passes = ranks
+        passes, copies = ranks, trainer.replicas
     elif ranks > 1:
-        device, parts = f"each of {ranks} GPUs", ranks
+        device, parts = f"each of {ranks} GPUs", ranks // trainer.replicas
     each = f" on each of {passes} ranks" if passes > 1 else ""
     beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
     trained = beside if trainer.lora.rank else shape.parameters
 
     def per_parameter(what: str, number: int, size: int, why: str = "") -> Item:
         held = f"{number:,} parameters" + (f" ÷ {parts}" if parts > 1 else "")
-        return Item(device, "trainer", what, f"{held} × {size} B{why}", -(-number // parts) * size)
+        held += f" × {copies} replicas" if copies > 1 else ""
+        return Item(device, "trainer", what, f"{held} × {size} B{why}", -(-number // parts) * copies * size)
 
     lora = " (LoRA)" if trainer.lora.rank else ""
     return [
@@ -160,11 +161,12 @@ def _checkpoint_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:
     """
     if trainer.ranks == 1 and trainer.device == "cpu":
         return []
-    number = shape.parameters
-    size, how = 3 * FLOAT32 * number, f"{number:,} parameters × 12 B"
+    number, moments = shape.parameters, 2 * FLOAT32 * trainer.replicas
+    size, how = (FLOAT32 + moments) * number, f"{number:,} parameters × {FLOAT32 + moments} B"
     if trainer.lora.rank:
         beside = shape.adapter(trainer.lora.rank, trainer.lora.targets)
-        size, how = 2 * FLOAT32 * (number + beside), f"({number:,} + {beside:,}) × 8 B"
+        size = 2 * FLOAT32 * number + moments * beside
+        how = f"{number:,} × 8 B + {beside:,} × {moments} B"
     when = "while one is written" if trainer.ranks > 1 else "on --resume"
     return [Item("cpu", "trainer", "checkpoint", f"{how}, {when}", size)]
 

@@ -22,7 +22,7 @@ ENDLESS = 10**9
 
 OWN_ONLY = (
     "loss", "minibatches", "streaming", "reference_model", "kl_coef", "teacher", "ess_scaling", "ranks",
-    "device", "compute_dtype", "activation_checkpointing", "compile", "publish_transport",
+    "replicas", "device", "compute_dtype", "activation_checkpointing", "compile", "publish_transport",
     "microbatch_tokens", "routing_replay",
 )  # fmt: skip
 """Settings of gradients that are computed here."""
@@ -158,6 +158,9 @@ class TrainerSettings(SettingsSection):
     """Device of the trainer: cpu, cuda, cuda:1."""
     ranks: Processes = 1
     """Trainer processes, each with a shard of the policy (FSDP2); on `cuda` each uses one GPU."""
+    replicas: Annotated[int, Field(ge=1)] = 1
+    """Copies of the sharded policy (HSDP). Each has `ranks` ÷ `replicas` consecutive ranks, such as those of
+    one machine; between copies only gradients are reduced."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of forward and backward passes. None: float32 on a CPU, bfloat16 on a GPU. Parameters,
     gradients, AdamW's moments, logits and checkpoints are always float32; weights are published in
@@ -258,6 +261,10 @@ class TrainerSettings(SettingsSection):
             raise ValueError(
                 f"device = {self.device!r} is a single device, but ranks = {self.ranks} need one each: "
                 "set it to 'cuda'"
+            )
+        if self.ranks % self.replicas:
+            raise ValueError(
+                f"ranks = {self.ranks} are no multiple of replicas = {self.replicas}: change one of them"
             )
         if not self.kl_coef and self.other_than_default("kl_estimator"):
             raise ValueError("kl_estimator has no effect without a penalty: set kl_coef, or remove it")

@@ -114,6 +114,16 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
         assert {tensor.dtype for tensor in one["parameters"].values()} == {torch.float32}
 
 
+def test_two_replicas_of_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
+    """FSDP adds gradients over the ranks of a replica, then over replicas."""
+    sampler = Policy.load(base, settings(1))
+    batches = [sampled(sampler, make_rows(7 + number, seed=number)) for number in range(3)]
+    variants = {"full": {}, "lora": VARIANTS["lora"]}
+    found, alone = trained(base, tmp_path, variants, batches, ranks=4, replicas=2)
+    for name in variants:
+        are_the_same(found[name], alone[name])
+
+
 def test_two_ranks_replay_experts_as_one_does(tmp_path: Path) -> None:
     """Experts at random, so that other ones, or those of another row, give other gradients."""
     base = tmp_path / "base"
@@ -134,23 +144,28 @@ def test_two_ranks_replay_experts_as_one_does(tmp_path: Path) -> None:
 
 
 def trained(
-    base: Path, tmp_path: Path, variants: dict[str, dict[str, Any]], batches: list[list[TrainingSequence]]
+    base: Path,
+    tmp_path: Path,
+    variants: dict[str, dict[str, Any]],
+    batches: list[list[TrainingSequence]],
+    ranks: int = 2,
+    replicas: int = 1,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `tests.ranked.train` returns for each variant on two ranks, and on one."""
-    init = RankInit(settings(2, learning_rate=0.01), base, 0, ("", 0), 60)
+    """What `tests.ranked.train` returns for each variant on several ranks, and on one."""
+    init = RankInit(settings(ranks, replicas=replicas, learning_rate=0.01), base, 0, ("", 0), 60)
     (tmp_path / "plan.pickle").write_bytes(pickle.dumps((init, variants, batches)))
     command = [sys.executable, "-m", "tests.ranked", str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(2)]
+    processes = [subprocess.Popen([*command, str(rank)], cwd=REPO) for rank in range(ranks)]
     try:
         alone = {
             name: train(Policy.load(base, settings(1, learning_rate=0.01, **changed)), batches)
             for name, changed in variants.items()
         }
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
+        assert [process.wait(100) for process in processes] == [0] * ranks
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
     return torch.load(tmp_path / "found.pt", weights_only=False), alone
 
 
@@ -173,7 +188,13 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"count": 3, "lora": {"rank": 4}, "activation_checkpointing": True}], ids=["two", "three"]
+    "more",
+    [
+        {},
+        {"count": 3, "lora": {"rank": 4}, "activation_checkpointing": True},
+        {"count": 4, "replicas": 2},
+    ],
+    ids=["two", "three", "replicas"],
 )
 async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     base: Path, tmp_path: Path, more: dict[str, Any]
@@ -183,7 +204,7 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     Of the adapter's moments, with four rows, the last of three ranks has none.
     """
     first, second, third = (make_rows(6, seed=number) for number in range(3))
-    fixed = {name: value for name, value in more.items() if name != "count"}
+    fixed = {name: value for name, value in more.items() if name not in ("count", "replicas")}
     alone = Policy.load(base, settings(1, learning_rate=1e-3, **fixed), seed=9)
     sent: list[dict[str, torch.Tensor]] = []
     async with opened(base, tmp_path, learning_rate=1e-3, **more) as (lead, _):

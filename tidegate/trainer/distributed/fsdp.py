@@ -101,14 +101,18 @@ class FSDPRanks(Ranks):
         return outline if state is None else state
 
     def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
-        """Shard a model over all ranks, and send each its shards from rank 0, which alone has values.
+        """Shard a model over the ranks of each replica, and send each its shards from rank 0, which alone has
+        values.
 
         Each decoder layer is gathered when it is needed and resharded afterwards; the other modules
         (embedding, last norm, head) form one more unit.
         """
         kind = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        mesh = init_device_mesh(kind, (self.count,))
+        sizes = {"shard": self.count // self.settings.replicas}
+        if self.settings.replicas > 1:
+            sizes = {"replicate": self.settings.replicas, **sizes}
+        mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         # `to_empty` gives tied weights separate memory.
         model.to_empty(device="meta").tie_weights()
