@@ -155,6 +155,8 @@ TORCH = {
     "trainer/policy/experts",
     "trainer/policy/routing",
     "trainer/policy/policy",
+    "trainer/policy/state",
+    "trainer/policy/weights",
     "trainer/losses/",
     "trainer/policy/diagnostics",
     "trainer/batch/microbatch",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import CheckpointError, StartError, TrainingError
+from tidegate.errors import StartError, TrainingError
 from tidegate.service.heap import share_one_heap
 from tidegate.trainer.batch.microbatch import padding_ratio
 from tidegate.trainer.batch.rows import (
@@ -31,9 +29,7 @@ from tidegate.trainer.batch.rows import (
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.checkpoint import OPTIMIZER, Storable
 from tidegate.trainer.checkpoint.huggingface import (
-    as_in_files,
     cast,
-    conversion_units,
     tokenizer_files,
     write_model,
 )
@@ -42,11 +38,12 @@ from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
 from tidegate.trainer.policy.gradient import GradientStep
-from tidegate.trainer.policy.lora import Adapter, base_name, is_adapter
+from tidegate.trainer.policy.lora import Adapter
 from tidegate.trainer.policy.optimizer import adamw, learning_rate, suitable_rate
 from tidegate.trainer.policy.ranks import Ranks
+from tidegate.trainer.policy.state import PolicyState
+from tidegate.trainer.policy.weights import PolicyWeights
 from tidegate.types import Logprobs
-from tidegate.weights.process_group import buckets
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -60,36 +57,6 @@ class _PendingBatch:
     steps: list[GradientStep] = field(default_factory=list)
     groups: set[str] = field(default_factory=set)
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _StagedPolicy:
-    """A checkpoint of a policy on several ranks, between two of its steps.
-
-    Attributes:
-        model: The model, for its config and names; its values change meanwhile.
-        values: The weights, gathered; empty except on rank 0.
-        state: `trainer.pt`.
-        shards: Where the ranks write the optimiser's moments; None before the first step, without any.
-        wait: Waits until they have written.
-    """
-
-    model: Any
-    tokenizer: Mapping[str, bytes]
-    values: dict[str, Tensor]
-    state: io.BytesIO
-    shards: Path | None
-    wait: Callable[[], None]
-
-    def save_weights(self, directory: Path) -> Path:
-        self.wait()  # first: if this fails, no rank writes any more
-        write_model(directory, self.model, self.values, self.tokenizer, durable=False)
-        return directory
-
-    def save_state(self, path: Path) -> None:
-        path.write_bytes(self.state.getbuffer())
-        if self.shards is not None:
-            self.shards.rename(path.with_name(OPTIMIZER))
 
 
 def collective(
@@ -150,10 +117,14 @@ class Policy:
         self._tokenizer = tokenizer_files(base)
         self._loss = make_loss(settings)
         self._adapter = Adapter.inject(model, settings.lora) if settings.lora.rank else None
+        self._weights = PolicyWeights(model, self._adapter, self.ranks)
         self._forward = Forward(model, settings, self.ranks, replays=settings.routing_replay)
         self._reference = None if reference is None else Forward(reference, settings, self.ranks)
         self._optimizer = adamw(model, settings)
         self.device = self._forward.device
+        self._state = PolicyState(
+            model, self._optimizer, self._adapter, self._weights, self.ranks, self.device
+        )
 
     @classmethod
     def load(cls, path: Path, settings: TrainerSettings, seed: int = 0, ranks: Ranks | None = None) -> Policy:
@@ -298,7 +269,7 @@ class Policy:
         Raises:
             OSError: if a file cannot be written.
         """
-        values = self._base_tensors(self.model.state_dict(keep_vars=True))
+        values = self._weights.in_files()
         if self.ranks.rank == 0:
             write_model(directory, self.model, cast(values, dtype), self._tokenizer, durable=durable)
         return directory
@@ -317,7 +288,7 @@ class Policy:
 
         Read them before the next step: they share memory with the model.
         """
-        return self._base_tensors(dict(self.model.named_parameters()))
+        return self._weights.parameters()
 
     def weight_buckets(
         self, max_bytes: int, as_files: str | None = None, *, on_device: bool = False
@@ -330,37 +301,7 @@ class Policy:
         `on_device` leaves the tensors in the memory of rank 0's device; otherwise they are in host memory.
         """
         with self.ranks.call("weight_buckets", max_bytes, as_files=as_files, on_device=on_device):
-            live = dict(self.model.named_parameters())
-            base = {base_name(name): value for name, value in live.items() if not is_adapter(name)}
-            unit = conversion_units(self.model, base) if as_files is not None else str
-            parts = (
-                self._published({name: live[name] for name in names}, as_files, on_device)
-                for names in buckets(live, max_bytes, lambda name: unit(base_name(name)))
-            )
-            try:
-                for values in parts:
-                    if as_files is not None:
-                        values = as_in_files(self.model, values)
-                    yield {name: value.contiguous() for name, value in values.items()}
-            finally:
-                # The other ranks gather every bucket, and wait for this rank in each.
-                for _ in parts:
-                    pass
-
-    @torch.no_grad()
-    def _published(self, live: dict[str, Tensor], dtype: str | None, on_device: bool) -> dict[str, Tensor]:
-        """Gather tensors in the published type; an adapter is merged in float32 before."""
-        if dtype is not None and self._adapter is None:
-            live = cast(live, dtype)
-        values = self._base_tensors(live, on_device=on_device)
-        if dtype is not None and self._adapter is not None:
-            values = cast(values, dtype)
-        return values if on_device else {name: value.cpu() for name, value in values.items()}
-
-    def _base_tensors(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
-        """Gather tensors under the base model's names, with an adapter merged, which is in host memory."""
-        values = self.ranks.gather(live, on_device=on_device)
-        return values if self._adapter is None else self._adapter.merged(values)
+            yield from self._weights.buckets(max_bytes, as_files, on_device=on_device)
 
     @collective
     def load_weights(self, directory: Path) -> None:
@@ -372,36 +313,7 @@ class Policy:
         Raises:
             CheckpointError: if the directory holds another model.
         """
-        try:
-            values = self.ranks.read_model(directory).state_dict()
-            if self._adapter is None:
-                self._copy_into(self.model.state_dict(), values)
-            else:
-                self._compare(values)
-        except (StartError, RuntimeError) as error:
-            raise CheckpointError(f"{directory} does not hold this run's model: {error}") from error
-
-    def _compare(self, values: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError if the current weights differ from these."""
-        own = self._base_tensors(self.model.state_dict(keep_vars=True))
-        same = all(name in values and values[name].equal(value.cpu()) for name, value in own.items())
-        # Rank 0 alone has values to compare, and all ranks must raise.
-        if not self.ranks.collect(same)[0]:
-            raise RuntimeError(
-                "the base model merged with the trainer's adapter has other weights; set model.path and "
-                "trainer.lora.alpha as at the start of the run"
-            )
-
-    @torch.no_grad()
-    def _copy_into(self, live: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-        """Copy values into tensors; raises RuntimeError if names or shapes differ."""
-        if live.keys() != values.keys():
-            raise RuntimeError(f"tensor names differ: {', '.join(sorted(live.keys() ^ values.keys()))}")
-        for name, tensor in live.items():
-            if tensor.shape != values[name].shape:
-                raise RuntimeError(f"{name}: {list(values[name].shape)} instead of {list(tensor.shape)}")
-            # Into the same memory: the optimiser and a working copy hold these tensors.
-            tensor.copy_(self.ranks.shard(values[name], tensor))
+        self._weights.load(directory)
         self._forward.refresh()
 
     @collective
@@ -414,72 +326,15 @@ class Policy:
         # A copy would double the memory, and nothing else changes the policy before it is written.
         if self.ranks.count == 1:
             return self
-        shards = directory.with_name(f".{directory.name}.{OPTIMIZER}")
-        values = cast(self._base_tensors(self.model.state_dict(keep_vars=True)), "float32")
-        state, copied = self.state(), io.BytesIO()
-        moments = {
-            f"{index}.{name}": of_parameter.pop(name)
-            for index, of_parameter in state["optimizer"]["state"].items()
-            for name in [name for name, value in of_parameter.items() if value.ndim]  # not the step count
-        }
-        # Into memory: the state changes while the files are being written.
-        torch.save({**state, "sharded": list(moments)}, copied)
-        written = self.ranks.begin_save(moments, shards)
-        beside = shards if moments else None
-        return _StagedPolicy(self.model, self._tokenizer, values, copied, beside, written)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs besides the weights.
-
-        It holds the optimiser, whose moments stay sharded, the step count, the random generators, and the
-        adapter, which merged weights do not determine and which is gathered on rank 0.
-        """
-        optimizer = self._optimizer.state_dict()
-        optimizer["state"] = {index: dict(moments) for index, moments in optimizer["state"].items()}
-        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        state = {"optimizer": optimizer, "steps": self.steps, "rng": torch.get_rng_state(), "rng_cuda": cuda}
-        if self._adapter is not None:
-            state["adapter"] = self.ranks.gather(self._adapter.parameters(self.model))
-        return state
-
-    def load_state(self, state: dict[str, Any], shards: Path) -> None:
-        """Restore a state that `state` returned; `load_weights` loads the weights.
-
-        `shards` is the directory of the tensors that `staged` took out of it.
-
-        Raises:
-            ValueError, RuntimeError: if the state's adapter does not fit this one.
-            OSError: if the shards do not, or cannot be read.
-        """
-        if ("adapter" in state) != (self._adapter is not None):
-            raise ValueError("trainer.lora.rank was switched on or off, which a resumed run does not allow")
-        if self._adapter is not None:
-            self._copy_into(self._adapter.parameters(self.model), state["adapter"])
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        moments = {
-            index: {name: self.ranks.shard(value, parameters[index]) for name, value in tensors.items()}
-            for index, tensors in state["optimizer"]["state"].items()
-        }
-        sharded = {
-            key: torch.empty_like(parameters[int(key.partition(".")[0])], requires_grad=False)
-            for key in state.get("sharded", ())
-        }
-        if sharded:
-            self.ranks.load_shards(sharded, shards)
-        for key, value in sharded.items():
-            index, _, name = key.partition(".")
-            moments[int(index)][name] = value
-        self._optimizer.load_state_dict({**state["optimizer"], "state": moments})
-        self.steps = state["steps"]
-        torch.set_rng_state(state["rng"].cpu())
-        if state["rng_cuda"] is not None and self.device.type == "cuda":
-            torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)
+        return self._state.stage(
+            self.steps, self._tokenizer, directory.with_name(f".{directory.name}.{OPTIMIZER}")
+        )
 
     def save_state(self, path: Path) -> None:
-        """Write `state` of a single rank to a file; raises OSError."""
+        """Write the state of a single rank to a file; raises OSError."""
         try:
             with path.open("wb") as file:
-                torch.save(self.state(), file)
+                torch.save(self._state.read(self.steps), file)
         except RuntimeError as error:
             raise_hidden_os_error(error)
             raise
@@ -487,18 +342,8 @@ class Policy:
     @collective
     def load_state_from(self, path: Path) -> None:
         """Restore a state that any number of ranks wrote; raises CheckpointError."""
-
-        def read() -> dict[str, Any]:
-            # `weights_only`: a file in a checkpoint must not run code when it is read.
-            state: dict[str, Any] = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=self.ranks.count > 1
-            )
-            return state
-
-        try:
-            self.load_state(self.ranks.outline(read), path.with_name(OPTIMIZER))
-        except (OSError, RuntimeError, ValueError, LookupError, UnpicklingError) as error:
-            raise CheckpointError(f"{path} is not a trainer state of this model: {error}") from error
+        self.steps = self._state.restore(path)
+        self._forward.refresh()
 
     def _on_shares(
         self,

@@ -82,7 +82,7 @@ def test_parameters_moments_and_logprobs_are_float32(base: Path, tmp_path: Path)
     policy.update(batch(), version=3)
     assert policy._forward.shares
     assert {one.dtype for one in policy.weights().values()} == {torch.float32}
-    moments = policy.state()["optimizer"]["state"].values()
+    moments = policy._state.read(1)["optimizer"]["state"].values()
     assert {one.dtype for state in moments for one in state.values()} == {torch.float32}
     assert policy.logprobs(batch())[0].dtype == np.float32
     saved = Policy.load(policy.save_weights(tmp_path / "v1"), TrainerSettings())

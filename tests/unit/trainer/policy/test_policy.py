@@ -231,13 +231,13 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_names_the_groups(base, poi
     rows = [*make_rows(3, longest=9), *make_rows(1, seed=5, shortest=63, longest=63)]
     rows[-1].group_id = "poisoned"
     setattr(rows[-1], poison, getattr(rows[-1], poison) * np.nan)
-    before, state = weights_of(policy), policy.state()
+    before, state = weights_of(policy), policy._state.read(0)
     metrics = policy.update(rows, version=3)
     assert metrics["skipped"] == 1
     assert policy.non_finite == ["poisoned"]
     assert unchanged(policy, before)
     assert policy.steps == 0
-    assert policy.state()["optimizer"] == state["optimizer"]
+    assert policy._state.read(0)["optimizer"] == state["optimizer"]
     assert policy.update(rows[:-1], version=3)["skipped"] == 0
     assert policy.non_finite == []
     assert not unchanged(policy, before)
