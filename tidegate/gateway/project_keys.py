@@ -79,6 +79,7 @@ def _write(file: Path, keys: dict[str, ProjectKey]) -> None:
     part = file.with_name(f".{file.name}.partial")
     try:
         part.unlink(missing_ok=True)
+        # Created with this mode: nobody else may read it, not even while it is written.
         part.touch(0o600)
         part.write_text(json.dumps({"keys": rows}, indent=1) + "\n", encoding="utf-8")
         part.replace(file)
@@ -126,6 +127,7 @@ class KeyFile:
         try:
             self._set(read_keys(self._file))
         except ConfigError as error:
+            # A key that the new file revokes must not stay valid.
             self._set({})
             log.error("no project key is accepted: %s", error)
 
@@ -134,4 +136,5 @@ class KeyFile:
             stat = self._file.stat() if self._file is not None else None
         except OSError:
             return None
+        # With the inode, as two writes may come within one tick of the clock: each replaces the file.
         return stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino)

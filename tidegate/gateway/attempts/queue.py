@@ -65,6 +65,7 @@ class _Queue:
         taken: list[GatewaySession] = []
         while self.sessions and len(taken) < share:
             session = self.sessions.popleft()
+            # Sessions that end while they are queued stay until `expire` removes them.
             if session.closed is None:
                 taken.append(session)
         return taken
@@ -121,6 +122,7 @@ class AttemptQueue:
             session.restart_reason = None  # its agent did not start
             self.add(session)
         else:
+            # The time without a gateway is no silence of the worker.
             session.worker_seen, session.on_stop = _now(), self._stop
 
     def claim(self, worker: str, secret: str, *, own: bool) -> None:
@@ -237,6 +239,7 @@ class AttemptQueue:
             queue.sessions = deque(session for session in queue.sessions if session.closed is None)
         for session in self._running():
             silent, heartbeat_s = now - session.worker_seen, session.offer_heartbeat_s
+            # After the deadline the agent was too slow, whether or not its worker is lost.
             if heartbeat_s and silent >= LOST_AFTER * heartbeat_s and now < session.deadline:
                 why = f"worker {session.worker} sent no heartbeat for {silent:.0f} s"
                 self._finisher.end_by_gateway(session, FinishReport(Outcome.INFRA_ERROR, why), now)
@@ -281,6 +284,7 @@ class AttemptQueue:
         assert session.deadline_s is not None, "it is set when the session is opened"
         now, key = _now(), new_finish_key()
         session.worker, session.worker_seen, session.on_stop = worker, now, self._stop
+        # The wait for a worker takes nothing from the agent's time.
         session.opened, session.deadline = now, now + session.deadline_s
         self._sessions.set_key(session, api_key_of(key, self._id_prefix))
         return key

@@ -77,6 +77,7 @@ class ClientGroups:
             group_id=group_id,
             slot=1 + max((member.slot or 0 for member in members), default=-1),
             metadata=metadata,
+            # A repeated request finds its episode by this key.
             key=api_key_of(finish_key).removeprefix("tg-"),
         )
         session, _ = await self._gateway.open_session(request, client)

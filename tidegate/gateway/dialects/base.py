@@ -46,6 +46,7 @@ class Usage(NamedTuple):
 
 def finish_reason(call: ModelCall) -> Literal["length", "tool_calls", "stop"]:
     """Returns the finish reason of a reply, as in Chat Completions."""
+    # A stop string may end in the last token that the limit allows.
     if call.recorded.turn.finish_reason == "length" and not call.reader.stopped:
         return "length"
     return "tool_calls" if call.recorded.reply.get("tool_calls") else "stop"

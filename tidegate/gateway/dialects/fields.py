@@ -66,6 +66,7 @@ def refuse_others(
         if name in only:
             allowed = " or ".join(map(repr, only[name]))
             raise unsupported(where + name, f"{value!r} is not supported, only {allowed}"[:300])
+        # Not ignored: the client would take the reply for one under its parameter.
         raise unsupported(where + name, "this parameter is not supported")
 
 

@@ -42,6 +42,7 @@ def without_repeated(sent: list[Message], history: Sequence[Message]) -> list[Me
     at = 0
     for index, message in enumerate(sent):
         found = None
+        # The result of a pending call is new, even if it equals an earlier one.
         if message.get("tool_call_id") not in pending:
             found = next((i for i in range(at, len(history)) if _repeats(message, history[i], index)), None)
         if found is not None:

@@ -85,6 +85,7 @@ class EnvironmentCalls:
     async def _prepare(self, session: GatewaySession) -> None:
         _check_open(session)
         await self._states.ready(session)
+        # The session may have ended while its state was made.
         _check_open(session)
 
     async def _result(self, session: GatewaySession, task: asyncio.Task[T]) -> T:
@@ -111,9 +112,11 @@ class EnvironmentCalls:
             time.perf_counter() - clock, name in names,
         )  # fmt: skip
         number = session.tool_calls.numbers
+        # Before the write, during which other calls may end: each needs its own number.
         session.tool_calls.numbers += 1
         await self._journal.tool_called(session, number, call, key)
         session.tool_calls.add(call)
+        # A model can make up any number of names.
         label = name if call.known else UNKNOWN
         self._metrics.tool_calls[label] += 1
         self._metrics.tool_errors[label] += call.error
@@ -144,6 +147,7 @@ class EnvironmentCalls:
 
 def bounded(text: str) -> str:
     """Returns a tool's result, cut to MAX_RESULT bytes with a note if it is longer."""
+    # A lone surrogate can be neither sent nor stored.
     data = text.encode("utf-8", "replace")
     if len(data) <= MAX_RESULT:
         return data.decode()

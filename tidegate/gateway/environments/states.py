@@ -72,12 +72,14 @@ class EpisodeStates:
     ) -> None:
         try:
             if earlier is not None:
+                # Its teardown would release the state that is made here, under the same id.
                 await asyncio.wait((earlier,))
             if not session.ended.is_set():
                 await self._set_up(service, session)
             owner.ready.set()
             await session.ended.wait()
         finally:
+            # Also after a cancellation: calls that wait for the state must not wait on.
             owner.ready.set()
             if not self._kept:
                 with contextlib.suppress(TimeoutError):  # the service releases it later by itself
@@ -131,6 +133,7 @@ class EpisodeStates:
         """Releases a state before the session's end, as its agent did not start."""
         owner = self._owners.get(session.id)
         if owner is not None and owner.task is not None:
+            # The next worker's agent must not find the state of this one.
             session.set_up = False
             owner.task.cancel()
 

@@ -62,6 +62,7 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            # The lifespan, which the control plane's app runs.
             await self._control(scope, receive, send)
         elif scope["path"].startswith("/attempts/"):
             await self._workers(scope, receive, send)

@@ -33,6 +33,7 @@ from tidegate.types import Ids, Message
 __all__ = ["LargeText", "Renderer", "Unrenderable", "load_tokenizer"]
 
 _CACHED_ROOTS = 256
+# 256 prompts of so many ids of 4 bytes take 256 MB.
 _MOST_CACHED_IDS = 2**18
 _STEP = 2**16
 
@@ -85,6 +86,7 @@ class Renderer:
         """Ids of a complete prompt; shape [prompt]. Raises ApiError if the template fails, LargeText above
         `max_characters` characters."""
         payload = exact.dumps(messages)
+        # Templates may write today's date.
         more = exact.dumps((tools, options, self.template.dates()))
         key = blake2b(payload + more, digest_size=16).digest()
         with self._lock:

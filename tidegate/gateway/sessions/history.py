@@ -49,6 +49,7 @@ class RequestHistory:
     def equal_messages(self, messages: Sequence[Message]) -> int:
         """Returns the number of leading messages that are equal, spelling included."""
         own = self.messages
+        # The usual request repeats all messages, which one comparison of lists finds fastest.
         return len(own) if messages[: len(own)] == own else _common(own, messages)
 
 
@@ -97,6 +98,7 @@ class RequestHistories:
             hashes.append(history_hash)
         stored = nearest.messages[:shared] if nearest is not None else []
         history = RequestHistory(tools_hash, tools, options, [*stored, *messages[shared:]], hashes)
+        # A branch keeps the earlier history: its conversation may continue, too.
         if nearest is not None and shared == len(nearest.messages):
             self._histories.remove(nearest)
         self.add(history)

@@ -111,6 +111,7 @@ class Fleet(HttpClient):
     ) -> list[Answer | BaseException]:
         """Send the same call to every shard; returns each response or exception."""
         calls = [self.call(shard.index, method, path, body, headers) for shard in self.shards]
+        # An error of one call must not leave the others running: a repetition would overlap with them.
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def first_answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> None:
@@ -185,11 +186,13 @@ class LeaseAggregator:
         """Lease groups and return their wire forms. Raises Refused, or GatewayError after a timeout."""
         deadline = asyncio.get_running_loop().time() + request.wait_s
         body = {"trainer_epoch": request.trainer_epoch, "key": request.key}
+        # A lease of 0 groups returns those that this key holds: the response of the first request was lost.
         held = await self._fleet.call_all("POST", "/groups/lease", {**body, "max": 0}, headers)
         groups = [group for answer in held for group in _groups(answer)]
         while not groups:
             leasing = asyncio.ensure_future(self._lease_round(body, request.max, headers))
             try:
+                # A round that was cut off would leave groups leased that nobody knows of.
                 groups = await asyncio.shield(leasing)
             except asyncio.CancelledError:
                 await self.release(await leasing)

@@ -88,6 +88,7 @@ class ShardRouter:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             path = scope["path"] if scope["type"] == "http" else ""
+            # A worker leaves all shards at once, as each may have given it attempts.
             proxied = path.startswith(("/v1/", "/s/", "/attempts/")) and path != "/attempts/leave"
             await (proxy if proxied else control)(scope, receive, send)
 
@@ -303,6 +304,7 @@ def _authorization(request: Request) -> dict[str, str]:
 
 
 def _forward(answer: Answer) -> Response:
+    # OpenAI's SDKs repeat a 409 and a 429 unless this header forbids it.
     headers = {"x-should-retry": "false"} if 400 <= answer.status < 500 else {}
     return Response(answer.body, answer.status, headers, answer.content_type)
 

@@ -31,11 +31,13 @@ def id_prefix(index: int) -> str:
 def shard_of_id(token: str, shards: int) -> int | None:
     """The shard index in an id or key; None if it is invalid."""
     index, dot, _ = token.removeprefix("tg-").partition(".")
+    # `int` alone also reads `01`, ` 1` and digits of other scripts.
     return int(index) if dot and index in map(str, range(shards)) else None
 
 
 def shard_of_group(group_id: str, shards: int) -> int:
     """The shard index of a group, a hash of its id."""
+    # JSON may hold a lone surrogate, which UTF-8 cannot.
     digest = blake2b(group_id.encode("utf-8", "replace"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % shards
 

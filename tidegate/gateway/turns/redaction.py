@@ -66,6 +66,7 @@ def redact_body(body: RawBody, redaction: Redaction) -> bytes:
     if not isinstance(value, dict):
         return bytes(body)
     metadata = value.get("metadata")
+    # A changed name would make two conversations of one, or one of two.
     name_of_conversation = metadata.pop("session_id", None) if isinstance(metadata, dict) else None
     for name in value.keys() & TEXTS:
         value[name] = redact_value(value[name], redaction, free=name == "metadata")
@@ -112,6 +113,7 @@ def redact_value(value: Any, redaction: Redaction, *, free: bool = False, depth:
             own = name in FREE and isinstance(item, dict)
             item = redact_value(item, redaction, free=own, depth=depth + 1)
         redacted[name] = item
+    # In the order of the body, which a set does not keep: an equal body must be redacted to equal bytes.
     return {name: redacted[name] for name in value if name in redacted}
 
 

@@ -47,6 +47,7 @@ class Threads:
     def __init__(self) -> None:
         cores = os.cpu_count() or 1
         self._small = ThreadPoolExecutor(max(2, min(4, cores)), "encode")
+        # A core is left for the event loop.
         self._large = ThreadPoolExecutor(max(1, min(2, cores - 1)), "encode-large")
 
     async def run(self, large: bool, work: Callable[..., T], *arguments: Any) -> T:
