@@ -13,6 +13,7 @@ from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.requests.request import Generation, PromptScores
 from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.engine.scheduling.slots import Slots
+from tidegate.types import LISTED
 
 VOCAB = 1000
 
@@ -98,7 +99,7 @@ class Remembering:
             ids.append(-1 if stale else next_token(tokens, self.weights))
             logprobs.append(float("nan") if self.nan_for == tokens[0] else -float(self.weights))
         listed = range(int(slots.listed[: slots.count].max(initial=0)))
-        slots.top = [[(-float(token + at), token + at) for at in listed] for token in ids]
+        slots.top = np.array([[(-float(token + at), token + at) for at in listed] for token in ids], LISTED)
         return np.array(ids), np.array(logprobs)
 
     def move(self, source: int, target: int, length: int) -> None:

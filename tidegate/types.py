@@ -31,6 +31,11 @@ PackedLogprobs = npt.NDArray[np.float16]
 """Logprobs of many ids, in half precision: a probability is off by at most 2e-4, a ratio by 0.4%."""
 PackedExperts = npt.NDArray[np.uint16]
 """Ids of the experts that compute tokens, packed as `PackedIds`."""
+LISTED = np.dtype([("logprob", "<f4"), ("id", "<i4")])
+"""One of an engine's likeliest ids."""
+PACKED_LISTS = "x-tidegate-packed-lists"
+"""Header with which a request accepts likeliest ids as `LISTED` in base64, where SGLang's form has a list of
+lists. Servers that do not know it ignore it."""
 Message = dict[str, Any]
 """One chat message in OpenAI's format: `role`, `content`, and `tool_calls` or `tool_call_id`."""
 

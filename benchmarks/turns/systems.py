@@ -120,6 +120,11 @@ class Processes:
         command = [sys.executable, "-m", "turns.engine", str(replies)]
         return self._announced("engine", command, "/v1/chat/completions")
 
+    def embedded(self, model: Path) -> System:
+        """Starts the embedded engine on one thread."""
+        command = [sys.executable, "-m", "tidegate", "engine", "--model.path", str(model), "--port", "0"]
+        return self._announced("embedded", [*command, "--announce"], "")
+
     def bare(self, engine: System) -> System:
         command = [sys.executable, "-m", "turns.forwarder", engine.url]
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")

@@ -186,15 +186,15 @@ def test_likeliest_ids_of_a_reply_are_asked_for_and_sorted() -> None:
     generation.top_logprobs = 2
     assert request_body(generation, "x")["sampling_params"]["logprobs"] == 3
     assert request_body(asked(), "x")["sampling_params"]["logprobs"] == 0
-    outside = {"token_id": 5, "logprob": -4.0, "top_logprobs": listed((5, -4.0), (9, -0.1), (3, -3.0))}
-    within = {"token_id": 3, "logprob": -3.0, "top_logprobs": listed((3, -3.0), (9, -0.1))}
+    outside = {"token_id": 5, "logprob": -4.0, "top_logprobs": listed((5, -4.0), (9, -0.25), (3, -3.0))}
+    within = {"token_id": 3, "logprob": -3.0, "top_logprobs": listed((3, -3.0), (9, -0.25))}
     cut = {"token_id": 9, "logprob": 0.0, "top_logprobs": listed((9, 0.0), (1, -9999.0))}
     take(generation, {"token_ids": [5, 3], "logprobs": {"content": [outside, within]}})
     assert "output_top_logprobs" not in answer(generation, "3")["meta_info"], "in the last event alone"
     take(generation, {"token_ids": [9], "logprobs": {"content": [cut]}, "finish_reason": "length"})
     assert answer(generation, "3")["meta_info"]["output_top_logprobs"] == [
-        [(-0.1, 9, None), (-3.0, 3, None)],
-        [(-0.1, 9, None), (-3.0, 3, None)],
+        [(-0.25, 9, None), (-3.0, 3, None)],
+        [(-0.25, 9, None), (-3.0, 3, None)],
         [(0.0, 9, None), (-9999.0, 1, None)],
     ]
     for found in ({}, {"top_logprobs": None}, {"top_logprobs": listed((5, -4.0))}):

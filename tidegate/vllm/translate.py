@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tidegate.engine.requests.request import Generation, TokenLogprob
 from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
+from tidegate.types import LISTED
 
 NO_LOGPROB = -9999.0
 """vLLM's value for a missing logprob."""
@@ -98,7 +101,7 @@ def take(generation: Generation, choice: Mapping[str, Any]) -> None:
         listed = [
             [(one["logprob"], one["token_id"]) for one in token.get("top_logprobs") or ()] for token in tokens
         ]
-        generation.output_top += [_likeliest(found, generation) for found in listed]
+        generation.output_top += [np.array(_likeliest(found, generation), LISTED) for found in listed]
     if generation.sampling_mask:
         kept = choice.get("sampling_mask") or []
         if len(kept) != len(ids):

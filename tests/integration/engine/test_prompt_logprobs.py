@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.scheduling import running_batch
+from tidegate.types import LISTED, PACKED_LISTS
 
 TOLERANCE = 1e-4
 CONTEXT = 256
@@ -158,10 +160,16 @@ async def test_the_reply_has_sglangs_form(tmp_path: Path) -> None:
         _, top = await client.post("/generate", {**body([1, 2, 3], 0, 0), "top_logprobs_num": 2})
         assert [row and len(row) for row in top["meta_info"]["input_top_logprobs"]] == [None, 2, 2]
         assert top["meta_info"]["input_top_logprobs"][1][0][2] is None
-        _, both = await client.post("/generate", {**body([1, 2, 3], 1, 4), "top_logprobs_num": 2})
-        meta = both["meta_info"]
+        request = {**body([1, 2, 3], 1, 4), "top_logprobs_num": 2}
+        request["sampling_params"]["sampling_seed"] = 1
+        meta = (await client.post("/generate", request))[1]["meta_info"]
         assert [len(row) for row in meta["output_top_logprobs"]] == [2] * meta["completion_tokens"]
         assert [row and len(row) for row in meta["input_top_logprobs"]] == [None, 2]
+        url, headers = client.url + "/generate", {PACKED_LISTS: "1"}
+        async with client.http.post(url, json=request, headers=headers) as sent:
+            packed = base64.b64decode((await sent.json())["meta_info"]["output_top_logprobs"])
+        pairs = np.frombuffer(packed, LISTED).reshape(meta["completion_tokens"], 2).tolist()
+        assert pairs == [[(p, id) for p, id, _ in row] for row in meta["output_top_logprobs"]]
         _, plain_reply = await client.post("/generate", body([1, 2, 3], 1, 4))
         assert "output_top_logprobs" not in plain_reply["meta_info"]
         for refused, words in (

@@ -97,12 +97,12 @@ def test_likeliest_ids_are_those_of_the_distribution_that_is_sampled() -> None:
         slots.add(Generation("", [0], params, 1, top_logprobs=listed))
     ids, logprobs = sample(logits.clone(), slots)
     expected = torch.log_softmax(logits[0].double() / 0.5, -1).topk(4)
-    values, top = zip(*slots.top[0], strict=True)
-    assert list(top) == expected.indices.tolist()
-    assert values == pytest.approx(expected.values.tolist(), abs=1e-5)
-    assert {id: value for value, id in slots.top[0]}[int(ids[0])] == logprobs[0]
-    assert sorted(id for _, id in slots.top[2][:2]) == [0, 1]
-    assert slots.top[2][2][0] == -9999.0
+    top = slots.top[0]
+    assert top["id"].tolist() == expected.indices.tolist()
+    assert top["logprob"] == pytest.approx(expected.values.tolist(), abs=1e-5)
+    assert top["logprob"][top["id"].tolist().index(ids[0])] == logprobs[0]
+    assert sorted(slots.top[2]["id"][:2]) == [0, 1]
+    assert slots.top[2]["logprob"][2] == -9999.0
     slots.listed[:] = 0
     again = sample(logits, slots)
     assert (again[0].tolist(), again[1].tolist()) == (ids.tolist(), logprobs.tolist()), "as without a list"

@@ -80,7 +80,8 @@ def test_whatever_happens_every_request_ends_once_with_its_own_tokens(
         assert one.output_ids == expected_output(one)
         assert sum(end - start for _, start, end in one.spans) == len(one.output_ids) == len(one.logprobs)
         listed = [[(-float(id + at), id + at) for at in range(one.top_logprobs)] for id in one.output_ids]
-        assert one.output_top == (listed if one.top_logprobs else []), "of its own row and step"
+        found = [row.tolist() for row in one.output_top]
+        assert found == (listed if one.top_logprobs else []), "of its own row and step"
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
 
 

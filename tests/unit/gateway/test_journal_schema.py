@@ -100,6 +100,19 @@ def test_turns_of_earlier_schemas_lack_the_fields_that_were_added(missing: int) 
         assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **added))
 
 
+@pytest.mark.parametrize(("absent", "stored"), [(6, 0), (4, 2), (1, 5)])
+def test_a_turn_does_not_store_that_the_last_fields_are_absent(absent: int, stored: int) -> None:
+    last = [one.name for one in fields(Turn)][-absent:]
+    values = dict.fromkeys(last, None) | {"policy": ""}
+    node = TurnNode(
+        replace(TURN, index=0, parent=None, **values),
+        TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0,
+    )  # fmt: skip
+    _, data = turns.row(1, node)
+    assert len(msgspec.msgpack.decode(data)[0]) == len(fields(Turn)) - 6 + stored
+    assert to_wire(turns.nodes("s", [data])[0].turn) == to_wire(node.turn)
+
+
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
         database.executescript(turns.TABLES)

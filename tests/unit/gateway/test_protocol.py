@@ -13,6 +13,7 @@ import pytest
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
 from tidegate.gateway.engines.reply import read_reply, read_version, reply_reader
+from tidegate.types import LISTED as PAIR
 from tidegate.types import VersionSpan
 
 
@@ -142,6 +143,11 @@ LISTED = [[[-0.5, 7, None], [-1.5, 3, None]], [[-0.1, 4, None], [-0.4, 9, None]]
 """Likeliest ids of two tokens: the first is among them, the second is less likely than both."""
 
 
+def packed_lists(rows: list[list[list[Any]]]) -> str:
+    pairs = [(logprob, token) for row in rows for logprob, token, _ in row]
+    return base64.b64encode(np.array(pairs, PAIR).tobytes()).decode()
+
+
 def test_likeliest_ids_are_asked_for_and_read_in_sglangs_shape() -> None:
     order = GenerateRequest(np.array([1], dtype=np.int32), {}, 10, top_logprobs=2)
     assert orjson.loads(request_body(order, GenerateResult(), "r"))["top_logprobs_num"] == 2
@@ -153,6 +159,8 @@ def test_likeliest_ids_are_asked_for_and_read_in_sglangs_shape() -> None:
         ([7, 3], [-0.5, -1.5]), ([4, 9], pytest.approx([-0.1, -0.4])),
     ]  # fmt: skip
     assert read_reply(told).top == [], "not asked for"
+    packed = read_reply(payload([7, 8], output_top_logprobs=packed_lists(LISTED)), top_logprobs=2)
+    assert repr(packed.top) == repr(sampled.top)
     assert [ids.tolist() for ids, _ in read_reply(told, top_logprobs=1).top] == [[7], [4]]
     assert [len(ids) for ids, _ in read_reply(told, top_logprobs=9).top] == [2, 2], "a small vocabulary"
     joined = GenerateResult()
@@ -234,6 +242,10 @@ def test_likeliest_ids_of_a_stream_come_last() -> None:
         (LISTED[:1], "no likeliest ids"),
         ([LISTED[0], None], "no likeliest ids"),
         ([LISTED[0], []], "no likeliest ids"),
+        ("", "no likeliest ids"),
+        ("not base64", "no likeliest ids"),
+        (packed_lists(LISTED)[:-12], "no likeliest ids"),
+        (packed_lists([LISTED[0], LISTED[1][::-1]]), "malformed output_top_logprobs"),
         ([LISTED[0], LISTED[1][:1]], "malformed output_top_logprobs"),
         ([LISTED[0], [[-0.4, 9, None], [-0.1, 4, None]]], "malformed output_top_logprobs"),
         ([LISTED[0], [[None, 9, None], [-0.1, 4, None]]], "malformed output_top_logprobs"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams
 from tidegate.engine.scheduling.slots import Slots
+from tidegate.types import LISTED
 
 LEAST_LOGPROB = -9999.0
 """Logprob of listed ids that have no probability, as in vLLM: JSON has no infinity."""
@@ -69,8 +70,9 @@ def sample(logits_bv: Tensor, slots: Slots) -> tuple[npt.NDArray[np.int64], npt.
     # One copy for all, since it is the only wait for the device in a step; float64 is exact for ids.
     both = torch.cat([part.double() for part in found], dim=1).cpu().numpy()
     if listed:
-        top_ids, values = both[:, 2 : 2 + listed].astype(np.int64).tolist(), both[:, 2 + listed :].tolist()
-        slots.top = [list(zip(*row, strict=True)) for row in zip(values, top_ids, strict=True)]
+        # A new array for each step: requests keep their rows of it until they end.
+        slots.top = np.empty((n, listed), LISTED)
+        slots.top["id"], slots.top["logprob"] = both[:, 2 : 2 + listed], both[:, 2 + listed :]
     if slots.masked[narrowed].any():  # a further wait for the device: the kept ids vary in number
         counts, masses = (allowed > 0).sum(-1), allowed.sum(-1).log()
         ends, logs = torch.stack([counts.double(), masses]).cpu().numpy()

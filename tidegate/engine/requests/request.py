@@ -10,6 +10,9 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tidegate.engine.requests.grammar import Grammar
 from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams, TokenLimits, read_params
 from tidegate.engine.validation import RequestError, boolean, integer, mapping, refuse_unsupported
@@ -100,9 +103,11 @@ class Generation:
     keep those of the first time."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    output_top: list[list[TokenLogprob]] = field(default_factory=list)
+    output_top: list[npt.NDArray[np.void]] = field(default_factory=list)
     """The likeliest ids in place of each output token, if they were requested: those of the distribution that
-    was sampled, likeliest first."""
+    was sampled, likeliest first, as `LISTED`."""
+    packed_lists: bool = False
+    """Whether the client accepts them in base64 (`PACKED_LISTS`)."""
     sampling_mask: bool = False
     """Whether the ids that top-p, top-k and min-p kept are requested."""
     kept: list[list[int]] = field(default_factory=list)
@@ -292,6 +297,7 @@ def samples_of(request: Generation) -> list[Generation]:
             logprob_start=request.logprob_start,
             top_logprobs=request.top_logprobs,
             sampling_mask=request.sampling_mask,
+            packed_lists=request.packed_lists,
             experts_start=request.experts_start,
             grammar=request.grammar.copy() if request.grammar is not None else None,
             adapter=request.adapter,

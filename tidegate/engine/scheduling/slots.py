@@ -7,8 +7,10 @@ the key-value cache and needs no gather.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from tidegate.engine.requests.request import Generation, TokenLogprob
+from tidegate.engine.requests.request import Generation
+from tidegate.types import LISTED
 
 
 class Slots:
@@ -28,7 +30,7 @@ class Slots:
         self.min_ps = np.zeros(max_slots, np.float32)
         self.listed = np.zeros(max_slots, np.int64)
         """Numbers of likeliest ids that are requested in place of each token."""
-        self.top: list[list[TokenLogprob]] = []
+        self.top: npt.NDArray[np.void] = np.empty((0, 0), LISTED)
         """These ids of each row in this step, likeliest first; more if another row requests more."""
         self.masked = np.zeros(max_slots, bool)
         """Whether the ids that top-k, top-p and min-p keep are requested."""

@@ -16,6 +16,7 @@ from tidegate.engine.server.generate import reply
 from tidegate.engine.server.http import Routes, disconnected, event, json_reply, read_body
 from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
+from tidegate.types import PACKED_LISTS
 
 
 class AdaptedEngine(ControlledEngine, Protocol):
@@ -31,6 +32,7 @@ class AdaptedEngine(ControlledEngine, Protocol):
 
 async def _generate(engine: AdaptedEngine, request: Request) -> Response:
     generation = engine.read(await read_body(request))
+    generation.packed_lists = PACKED_LISTS in request.headers
     if generation.stream:
         return StreamingResponse(_events(engine, generation), media_type="text/event-stream")
     work = asyncio.create_task(engine.sample(generation))

@@ -18,6 +18,7 @@ from tidegate.engine.requests.detokenizer import IncrementalDecoder
 from tidegate.engine.requests.request import Generation, TokenLogprob, parse_generate, samples_of
 from tidegate.engine.server.http import disconnected, error_reply, event, json_reply, read_body
 from tidegate.engine.validation import RequestError
+from tidegate.types import PACKED_LISTS
 
 if TYPE_CHECKING:
     from tidegate.engine.engine import Engine
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 async def generate(engine: Engine, request: Request) -> Response:
     """Returns one reply, or a list of replies if `n` is more than 1 (as in SGLang)."""
     generation = parse_generate(await read_body(request), engine.limits)
+    generation.packed_lists = PACKED_LISTS in request.headers
     if generation.experts_start is not None and not engine.model.routers:
         raise RequestError(
             f"return_routed_experts = true: {type(engine.model.hf_model).__name__} has no experts that this "
@@ -142,7 +144,8 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     `weight_versions` covers the output exactly and is present once the request has ended, as in SGLang.
     `input_token_logprobs` has the prompt's tokens from `logprob_start_len` on; as in SGLang, the first has no
     logprob. `input_top_logprobs` has the likeliest ids at the same positions, if they were requested, and
-    `output_top_logprobs` those in place of each output token; a stream has these in its last event, as
+    `output_top_logprobs` those in place of each output token; with `PACKED_LISTS` as
+    `LISTED` of all tokens in base64, a third of the bytes; a stream has these in its last event, as
     `output_token_sampling_mask`, the ids that top-p, top-k and min-p kept at each output token, and
     `output_token_sampling_logprobs`, its logprob among them, if `return_sampling_mask` requested them, and
     `routed_experts`, those of the tokens from `routed_experts_start_len` to the last but one, int32
@@ -163,7 +166,7 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
         pairs = zip(generation.logprobs[:count], generation.output_ids, itertools.repeat(None), strict=False)
         meta["output_token_logprobs"] = list(pairs)
     if generation.top_logprobs and generation.ended:
-        meta["output_top_logprobs"] = _triples(generation.output_top)
+        meta["output_top_logprobs"] = _listed(generation)
     if generation.sampling_mask and generation.ended:
         meta["output_token_sampling_mask"] = generation.kept
         meta["output_token_sampling_logprobs"] = generation.kept_logprobs
@@ -185,6 +188,12 @@ def reply(generation: Generation, count: int, text: str, version: str) -> dict[s
     if generation.kv_version is not None:
         meta["kv_version"] = generation.kv_version
     return {"text": text, "output_ids": generation.output_ids[:count], "meta_info": meta}
+
+
+def _listed(generation: Generation) -> str | list[list[tuple[float, int, None]]]:
+    if generation.packed_lists and generation.output_top:
+        return base64.b64encode(np.concatenate(generation.output_top).tobytes()).decode()
+    return _triples([row.tolist() for row in generation.output_top])
 
 
 def _triples(top: Sequence[Sequence[TokenLogprob]]) -> list[list[tuple[float, int, None]]]:

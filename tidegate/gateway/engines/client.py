@@ -22,6 +22,7 @@ from tidegate.service.http_client import (
     engine_headers,
     error_in,
 )
+from tidegate.types import PACKED_LISTS
 
 _REFUSALS = frozenset({400, 422})
 _RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
@@ -155,7 +156,8 @@ class EngineClient(HttpClient):
 @lru_cache(maxsize=4096)
 def _target(url: str, path: str, key: str | None) -> tuple[URL, dict[str, str]]:
     """Returns the address of a request and its headers."""
-    headers = {"Content-Type": "application/json", **({} if key is None else engine_headers(url, key))}
+    headers = {"Content-Type": "application/json", PACKED_LISTS: "1"}
+    headers |= {} if key is None else engine_headers(url, key)
     return URL(url + path), headers
 
 

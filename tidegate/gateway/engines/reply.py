@@ -23,7 +23,7 @@ from tidegate.gateway.engines.protocol import (
     RequestRefusedError,
     TopRow,
 )
-from tidegate.types import VersionSpan
+from tidegate.types import LISTED, VersionSpan
 
 LEAST_LOGPROB = -9999.0
 """Smallest logprob of a listed id, which half precision can hold."""
@@ -115,14 +115,20 @@ def _top(rows: Any, result: GenerateResult, most: int) -> list[TopRow]:
     distribution, such as before the temperature, are refused.
     """
     count = len(result.ids)
-    if not isinstance(rows, list) or len(rows) != count or not all(rows):
+    if isinstance(rows, str):
+        rows = _unpacked(rows, count)
+    packed = isinstance(rows, np.ndarray)
+    if not (rows.size if packed else isinstance(rows, list) and len(rows) == count and all(rows)):
         raise EngineError(
             f"the engine returned no likeliest ids for some of {count} tokens: trainer.loss.score_centering "
             f"needs an engine that honours top_logprobs_num = {most}; use one, or set it to 0"
         )
     try:
-        values = np.array([[pair[0] for pair in row[:most]] for row in rows], np.float32)
-        ids = np.array([[pair[1] for pair in row[:most]] for row in rows], np.int32)
+        if packed:
+            values, ids = rows["logprob"][:, :most], rows["id"][:, :most]
+        else:
+            values = np.array([[pair[0] for pair in row[:most]] for row in rows], np.float32)
+            ids = np.array([[pair[1] for pair in row[:most]] for row in rows], np.int32)
         if np.isnan(values).any() or (np.diff(values) > 0).any():
             raise ValueError
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
@@ -145,6 +151,14 @@ def _top(rows: Any, result: GenerateResult, most: int) -> list[TopRow]:
             "must report logprobs after the temperature"
         )
     return list(zip(ids, np.maximum(values, LEAST_LOGPROB), strict=True))
+
+
+def _unpacked(text: str, count: int) -> npt.NDArray[np.void] | None:
+    """The ids in the form that PACKED_LISTS accepts, [count, k]; None if they are not of so many tokens."""
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), LISTED).reshape(count, -1)
+    except ValueError:
+        return None
 
 
 def _narrow(result: GenerateResult, meta: Mapping[str, Any]) -> None:

@@ -69,7 +69,15 @@ _pack_decoder: Any = msgspec.msgpack.Decoder(list[_Row], ext_hook=exact.read_ext
 
 def row(session: int, node: TurnNode) -> tuple[int, bytes]:
     """Returns the parameters of INSERT for a turn of session number `session`."""
-    return session, exact.pack((_turn_values(node.turn), _node_values(node)), array_bytes)
+    values = _turn_values(node.turn)
+    # Defaults at the end are left out, as from turns of earlier schemas, so that a turn does not grow with
+    # features that are off.
+    end = len(values)
+    while end > len(_FIELDS) - len(_ADDED) and not (
+        isinstance(values[end - 1], np.ndarray) or values[end - 1]
+    ):
+        end -= 1
+    return session, exact.pack((values[:end], _node_values(node)), array_bytes)
 
 
 def lost(index: int) -> TurnNode:
