@@ -24,9 +24,10 @@ from tidegate.gateway.project_keys import create_key
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 SCRIPT = REPO / "examples" / "own_trainer" / "train.py"
 MODEL = REPO / "examples" / "tiny_base" / "model"
-STEPS, GROUPS = 5, 4
-POINTS = {"own.commit.before": 1, "own.acknowledged": 2, "own.commit.after": 3}
-"""Failpoint → after how many passes of a process it kills: in step 1, in step 2, and in the last step."""
+STEPS, GROUPS = 6, 4
+POINTS = {"own.commit.before": 1, "own.ended": 2, "own.acknowledged": 2, "own.commit.after": 3}
+"""Failpoint → after how many passes of a process it kills: twice in step 1, the second time between two
+acknowledgements, in step 3, and in the last step."""
 
 
 async def test_a_loop_that_is_killed_around_its_commits_trains_on_each_group_once(tmp_path: Path) -> None:
@@ -45,7 +46,7 @@ async def test_a_loop_that_is_killed_around_its_commits_trains_on_each_group_onc
         ends: Counter[str] = Counter()
         async with Client(gateway, key) as client, asyncio.TaskGroup() as tasks:
             agents = [tasks.create_task(agent(client, ends)) for _ in range(8)]
-            for expected in (-9, -9, -9, 0):
+            for expected in (-9, -9, -9, -9, 0):
                 process = await asyncio.create_subprocess_exec(
                     *command, cwd=REPO, env=ENVIRONMENT | killing, stdout=PIPE, stderr=STDOUT
                 )

@@ -173,6 +173,7 @@ class OwnTrainer:
         for group in groups:
             await self._end(group, State.STEPPED, f"step {self.step}")
             self._committed.remove(group.id)
+            failpoints.reach("own.ended")
         failpoints.reach("own.acknowledged")
         await self._publish()
         await asyncio.to_thread(self._prune)

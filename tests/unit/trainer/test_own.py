@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,56 @@ async def test_groups_of_a_batch_that_was_given_up_come_with_the_next(world: Wor
             await trainer.batch(3)
         world.ready = [group("c", 5)]
         assert names(await trainer.batch(3)) == ["a", "b", "c"]
+
+
+async def test_a_commit_that_is_cancelled_while_it_saves_is_complete(world: World, tmp_path: Path) -> None:
+    saving, go_on = threading.Event(), threading.Event()
+
+    def slow(path: Path) -> None:
+        saving.set()
+        assert go_on.wait(10)
+        save(path)
+
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        world.ready = [group("a", 5)]
+        commit = asyncio.create_task(trainer.commit(await trainer.batch(1), slow))
+        await asyncio.to_thread(saving.wait, 10)
+        commit.cancel()
+        await asyncio.sleep(0)
+        commit.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
+        assert (trainer.step, world.acks, world.loaded) == (1, [], [])
+    world.ready = [group("a", 5), group("b", 5)]  # the next loop is given the leases that have not ended
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        assert (trainer.step, world.acks, world.loaded) == (
+            1,
+            [("a", "stepped: step 1")],
+            [("step_000001", 6)],
+        )
+        assert names(await trainer.batch(1)) == ["b"]
+
+
+async def test_a_loop_that_ends_between_two_acknowledgements_sends_the_other(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException): ...
+
+    def reach(name: str) -> None:
+        if name == "own.ended" and len(world.acks) == 1:
+            raise Killed
+
+    monkeypatch.setattr("tidegate.failpoints.reach", reach)
+    world.ready = [group("a", 5), group("b", 5)]
+    with pytest.raises(Killed):
+        async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+            await trainer.commit(await trainer.batch(2), save)
+    assert world.acks == [("a", "stepped: step 1")]
+    world.ready = [group("b", 5)]
+    async with OwnTrainer("http://gateway", [world.url], tmp_path) as trainer:
+        assert trainer.step == 1
+    assert world.acks == [("a", "stepped: step 1"), ("b", "stepped: step 1")]
 
 
 async def test_a_batch_that_became_too_old_is_not_committed(world: World, tmp_path: Path) -> None:
