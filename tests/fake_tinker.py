@@ -1,15 +1,18 @@
 """A stand-in for the SDK `tinker` and its service, which keeps one number as the weights.
 
 A gradient is the sum of the advantages, and a step adds it: weights show how often each step was taken.
+With `Files` as its states the service outlives its process, and others reach it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 
 class RateLimitError(Exception):
@@ -89,11 +92,42 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
+class Files(MutableMapping[str, float]):
+    """States of a service, each in a file of a directory."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        place.mkdir(parents=True, exist_ok=True)
+
+    def _file(self, path: str) -> Path:
+        return self.place / quote(path, safe="")
+
+    def __getitem__(self, path: str) -> float:
+        try:
+            return float(self._file(path).read_text())
+        except FileNotFoundError:
+            raise KeyError(path) from None
+
+    def __setitem__(self, path: str, weights: float) -> None:
+        partial = self._file(f".{path}")
+        partial.write_text(repr(weights))
+        partial.replace(self._file(path))
+
+    def __delitem__(self, path: str) -> None:
+        self._file(path).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (unquote(file.name) for file in self.place.glob("tinker*"))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @dataclass
 class Service:
     """What the service keeps; `fault` is called after each call had its effect, and may raise."""
 
-    states: dict[str, float] = field(default_factory=dict)
+    states: MutableMapping[str, float] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     fault: Callable[[int, str], None] = lambda number, name: None
@@ -126,7 +160,8 @@ class Service:
 
     def delete_checkpoint_from_tinker_path(self, path: str) -> Future[Any]:
         self.deleted.append(path)
-        return done(None)
+        self.states.pop(path, None)
+        return self.after("delete")
 
 
 @dataclass

@@ -79,6 +79,7 @@ ALLOWED = {
         "trainer.checkpoint.huggingface",
         "trainer.policy.diagnostics",
         "trainer.policy.optimizer",
+        "trainer.records.formats",
         "vllm.model",
     },
     "simulation": {

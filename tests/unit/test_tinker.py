@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing
+import os
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +18,7 @@ import pytest
 from tests import REPO, fake_tinker
 from tests.unit.trainer.learning_fixtures import make_model, make_row
 from tests.waiting import eventually
+from tidegate import failpoints
 from tidegate.config import Settings
 from tidegate.engine.requests.request import WeightUpdate
 from tidegate.engine.validation import RequestError
@@ -177,9 +182,9 @@ def test_snapshots_and_states_that_no_directory_names_are_deleted(base: Path, tm
             for file in old.iterdir():
                 file.unlink()
             old.rmdir()
-    left = service.states.keys() - set(service.deleted)
-    assert len([path for path in left if "sampler" in path]) == 3  # the oldest goes with the next version
-    assert [path for path in left if "/weights/" in path] == [policy._state]
+    # The oldest goes with the next version.
+    assert len([path for path in service.states if "sampler" in path]) == 3
+    assert [path for path in service.states if "/weights/" in path] == [policy._state]
 
 
 def test_a_checkpoint_that_a_kill_left_incomplete_stops_no_resume(base: Path, tmp_path: Path) -> None:
@@ -213,11 +218,96 @@ def test_states_of_a_checkpoint_removed_after_a_resume_are_deleted_later(base: P
     assert old in service.deleted
 
 
+@pytest.mark.parametrize("status", [None, 404, 405])
+def test_a_deletion_that_failed_is_repeated_unless_the_service_refuses_it(
+    base: Path, tmp_path: Path, status: int | None
+) -> None:
+    error = fake_tinker.APIConnectionError("no reply")
+    error.status_code = status
+
+    def fail(number: int, name: str) -> None:
+        if name == "delete" and service.calls.count("delete") == 1:
+            raise error
+
+    service = fake_tinker.Service(fault=fail)
+    policy = policy_at(service, base)
+    for number in range(3):
+        policy.backward(batch(number), number)
+        policy.optimizer_step()
+        policy.save_weights(tmp_path / "weights" / "v0")
+    first = service.deleted[0]
+    assert service.deleted.count(first) == (2 if status is None else 1)
+    assert first not in policy._saved
+
+
+def test_a_session_that_does_not_open_ends_with_the_outage(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, never = fake_tinker.Service(), threading.Event()
+    monkeypatch.setattr(service, "create_lora_training_client", lambda **_: never.wait(60))
+    settings = settings_of(base).trainer.model_copy(update={"outage_s": 0.05})
+    policy = TinkerPolicy(settings, base, 0, "key", lambda: service)
+    policy.backward(batch(0), 0)
+    with pytest.raises(TrainingError, match=r"TimeoutError: no reply within 0\.05 s"):
+        policy.optimizer_step()
+    never.set()
+
+
 def test_a_run_does_not_begin_with_another_version_than_its_engines(base: Path, tmp_path: Path) -> None:
     service = fake_tinker.Service()
     version = policy_at(service, base).save_weights(tmp_path / "weights" / "v0")
     with pytest.raises(ConfigError, match=r"model\.path = .*v0"):
         policy_at(service, version)
+
+
+# -- kill -9
+
+KILLED = (
+    "tinker.opened", "tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted",
+    "checkpoint.weights.before", "checkpoint.weights.after", "checkpoint.state.after",
+    "checkpoint.marker.before", "checkpoint.marker.after", "checkpoint.unmarked.after",
+)  # fmt: skip
+STEPS = 4
+
+
+def train_in_process(base: Path, place: Path, failpoint: str) -> None:
+    """Trains on batch N in step N + 1, whose gradient is 10 ** N, from the last checkpoint to the end."""
+    os.environ[failpoints.VARIABLE] = failpoint
+    sys.modules["tinker"] = fake_tinker  # type: ignore[assignment]
+    policy = policy_at(fake_tinker.Service(states=fake_tinker.Files(place / "service")), base)
+    run = place / "run"
+    if (saved := checkpoints.latest(run)) is not None:
+        checkpoints.load(saved, policy)
+    for number in range(policy.steps, STEPS):
+        rows = batch(number)
+        for row in rows:
+            row.advantages[:] = 10.0**number
+        policy.backward(rows, number)
+        policy.optimizer_step()
+        policy.save_weights(run / "weights" / f"v{number % 2}")
+        checkpoints.save(run, number + 1, policy, {})
+        checkpoints.prune(run, 1)
+
+
+@pytest.mark.parametrize("failpoint", KILLED)
+def test_a_trainer_that_is_killed_takes_each_step_once(base: Path, tmp_path: Path, failpoint: str) -> None:
+    context, codes = multiprocessing.get_context("forkserver"), []
+    context.set_forkserver_preload(["tests.unit.test_tinker"])
+    for passes in (f"{failpoint}:1", f"{failpoint}:2", ""):
+        process = context.Process(target=train_in_process, args=(base, tmp_path, passes))
+        process.start()
+        process.join(60)
+        codes.append(process.exitcode)
+    # A session is opened without a state once, and a resume goes on from one.
+    assert codes == [-9, 0 if failpoint == "tinker.opened" else -9, 0]
+    states, run = fake_tinker.Files(tmp_path / "service"), tmp_path / "run"
+    last = checkpoints.latest(run)
+    assert last is not None
+    state = json.loads((last.path / "trainer.pt").read_text())["state"]
+    samplers = [json.loads(file.read_text())["sampler"] for file in run.glob("weights/*/tinker.json")]
+    # Each digit is the number of times that a step was taken: lost 0, doubled 0.
+    assert (last.step, round(states[state])) == (STEPS, 1111)
+    assert {round(states[path]) for path in samplers} == {111, 1111}
 
 
 # -- the engine
@@ -292,6 +382,34 @@ async def test_an_aborted_request_has_no_tokens(base: Path, monkeypatch: pytest.
     assert (await running)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
+async def test_requests_that_wait_for_the_end_of_a_pause_are_aborted_too(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = fake_tinker.Service()
+    engine = await engine_at(service, base, monkeypatch)
+    await engine.pause("retract")
+    waiting = [asyncio.create_task(engine.sample(engine.read({**body(), "rid": rid}))) for rid in "ab"]
+    await eventually(lambda: len(engine._running) == 2)
+    assert await engine.abort("a") == 1
+    await engine.pause("abort")
+    async with asyncio.timeout(10):
+        replies = await asyncio.gather(*waiting)
+    assert [one["meta_info"]["finish_reason"]["type"] for one in replies] == ["abort", "abort"]
+    assert not service.prompts
+
+
+async def test_a_snapshot_that_does_not_open_leaves_the_version(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = fake_tinker.Service()
+    engine = await engine_at(service, base, monkeypatch)
+    monkeypatch.setattr("tidegate.tinker.engine.OPEN_S", 0.01)
+    monkeypatch.setattr(service, "create_sampling_client_async", lambda **_: asyncio.Event().wait())
+    with pytest.raises(EngineError, match=r"TimeoutError: no reply within 0\.01 s"):
+        await engine.load_weights(WeightUpdate(base, "8", keep_cache=False, abort_all=False))
+    assert (await engine.info())["weight_version"] == "7"
+
+
 @pytest.mark.parametrize("params", [{"n": 2}, {"min_p": 0.1}, {"presence_penalty": 1.0}])
 async def test_what_a_service_does_not_have_is_refused_by_name(
     base: Path, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
@@ -339,6 +457,18 @@ async def test_a_service_that_refuses_for_too_long_is_away(monkeypatch: pytest.M
     service_module.connect(TinkerService(base_model="base"), "key", once_s=0.0)
     with pytest.raises(fake_tinker.RateLimitError):
         await asyncio.wait_for(client.holder.execute_with_retries(call), 5)
+
+
+def test_an_sdk_whose_repetitions_cannot_be_switched_off_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        fake_tinker, "ServiceClient", lambda **_: SimpleNamespace(holder=object()), raising=False
+    )
+    policy = TinkerPolicy(settings_of(base).trainer, base, 0, "key")
+    policy.backward(batch(0), 0)
+    with pytest.raises(StartError, match=r"has no `ServiceClient\.holder\.execute_with_retries`"):
+        policy.optimizer_step()
 
 
 def test_a_hosted_service_needs_a_key_which_is_in_no_setting(tmp_path: Path) -> None:

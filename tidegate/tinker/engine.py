@@ -20,13 +20,14 @@ from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 from tidegate.service.serve import Listen, bind, run_app
 from tidegate.settings.tinker import TinkerService
-from tidegate.tinker.service import connect, read_snapshot, sdk
+from tidegate.tinker.service import connect, read_snapshot, sdk, within
 from tidegate.vllm.model import ModelFiles
 from tidegate.weights.files import WeightsError
 
 SEEDS = 2**31
 """Upper bound of the seeds that every service takes."""
-START_S = 60.0
+OPEN_S = 120.0
+"""Timeout of the calls that open a session or a snapshot; those that sample end with their request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class TinkerEngine:
     def paused(self) -> bool:
         return not self._open.is_set()
 
+    @property
+    def _live(self) -> _Snapshot:
+        assert self._current is not None
+        return self._current
+
     async def start(self) -> None:
         """Connect, and take the snapshot of the model's directory. Raises StartError, EngineError."""
         files = ModelFiles(self.model)
@@ -69,7 +75,10 @@ class TinkerEngine:
             files.eos_ids | self._text.eos_ids,
             self._text.tokenizer is not None,
         )
-        self._service = await asyncio.to_thread(connect, self.settings, self._key)
+        try:
+            self._service = await asyncio.to_thread(within, OPEN_S, lambda: connect(self.settings, self._key))
+        except TimeoutError as error:
+            raise _failed("cannot open a session", error) from error
         self._current = await self._snapshot(self.model, self._first)
 
     async def _snapshot(self, directory: Path, version: str) -> _Snapshot:
@@ -79,7 +88,8 @@ class TinkerEngine:
             raise WeightsError(f"{directory}: not a version of a Tinker service: {error}") from None
         what = {"base_model": self.settings.base_model} if path is None else {"model_path": path}
         try:
-            client = await self._service.create_sampling_client_async(**what)
+            async with asyncio.timeout(OPEN_S):
+                client = await self._service.create_sampling_client_async(**what)
         except Exception as error:
             raise _failed(f"cannot open {path or self.settings.base_model}", error) from error
         return _Snapshot(version, client)
@@ -110,11 +120,26 @@ class TinkerEngine:
 
     async def sample(self, generation: Generation) -> dict[str, Any]:
         """Return the complete reply. Cancelling aborts the request."""
+        task = asyncio.ensure_future(self._call(generation))
+        with self._listed(task, generation.rid):
+            try:
+                sequence, version = await task
+            except asyncio.CancelledError:
+                if (own := asyncio.current_task()) is not None and own.cancelling():
+                    raise
+                generation.finish_reason = {"type": "abort", "message": "aborted"}
+                return answer(generation, self._live.version)
+            except Exception as error:
+                raise _failed("cannot sample", error) from error
+        self._take(generation, list(sequence.tokens), sequence.logprobs)
+        generation.close_span(version)
+        return answer(generation, version)
+
+    async def _call(self, generation: Generation) -> tuple[Any, str]:
+        """Wait while the engine is paused, and sample; returns the sequence and its snapshot's version."""
         await self._open.wait()
-        snapshot = self._current
-        assert snapshot is not None
-        tinker, params = sdk(), generation.params
-        call = snapshot.client.sample_async(
+        snapshot, tinker, params = self._live, sdk(), generation.params
+        reply = await snapshot.client.sample_async(
             prompt=tinker.ModelInput.from_ints(generation.prompt_ids),
             num_samples=1,
             sampling_params=tinker.SamplingParams(
@@ -126,20 +151,7 @@ class TinkerEngine:
                 top_p=params.top_p,
             ),
         )
-        task = asyncio.ensure_future(call)
-        with self._listed(task, generation.rid):
-            try:
-                sequence = (await task).sequences[0]
-            except asyncio.CancelledError:
-                if (own := asyncio.current_task()) is not None and own.cancelling():
-                    raise
-                generation.finish_reason = {"type": "abort", "message": "aborted"}
-                return answer(generation, snapshot.version)
-            except Exception as error:
-                raise _failed("cannot sample", error) from error
-        self._take(generation, list(sequence.tokens), sequence.logprobs)
-        generation.close_span(snapshot.version)
-        return answer(generation, snapshot.version)
+        return reply.sequences[0], snapshot.version
 
     def _take(self, generation: Generation, ids: list[int], logprobs: list[float] | None) -> None:
         """Add the reply's tokens up to its first stop token or string. Raises EngineError."""
@@ -195,29 +207,26 @@ class TinkerEngine:
 
     async def load_weights(self, update: WeightUpdate) -> dict[str, Any]:
         """Take the snapshot that a directory names. Raises WeightsError, EngineError."""
-        current = self._current
-        assert current is not None
-        self._current = await self._snapshot(update.directory, update.version or current.version)
+        version = update.version or self._live.version
+        self._current = await self._snapshot(update.directory, version)
         if update.abort_all:
             await self.abort("")
-        return {"weight_version": self._current.version}
+        return {"weight_version": version}
 
     async def relabel(self, version: str) -> None:
-        assert self._current is not None
-        self._current = _Snapshot(version, self._current.client)
+        self._current = _Snapshot(version, self._live.client)
 
     async def flush(self) -> bool:
         return True
 
     async def info(self) -> dict[str, Any]:
         """Describe the engine; `staged`: an update needs no pause."""
-        assert self._current is not None
         return {
             "model_path": str(self.model),
             "tokenizer_path": str(self.model) if self.limits.has_tokenizer else None,
             "tokenizer_hash": self._text.tokenizer_hash,
             "vocab_size": self.limits.vocab_size,
-            "weight_version": self._current.version,
+            "weight_version": self._live.version,
             "max_context": self.limits.max_context,
             "num_running": len(self._running),
             "staged": True,
@@ -232,8 +241,9 @@ class TinkerEngine:
 
 def _failed(what: str, error: Exception) -> EngineError:
     status = getattr(error, "status_code", 503)
+    why = str(error) or f"no reply within {OPEN_S:g} s"
     return EngineError(
-        f"the Tinker service: {what}: {type(error).__name__}: {error}",
+        f"the Tinker service: {what}: {type(error).__name__}: {why}",
         retryable=status in (408, 409, 425, 429) or status >= 500,
     )
 

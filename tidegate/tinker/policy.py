@@ -21,22 +21,25 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tidegate import failpoints
 from tidegate.config import TrainerSettings
-from tidegate.errors import CheckpointError, ConfigError, TrainingError
+from tidegate.errors import CheckpointError, ConfigError, StartError, TrainingError
 from tidegate.service.backoff import backoff_s
-from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk
+from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk, within
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.checkpoint import TRAINER_STATE, sync_tree
 from tidegate.trainer.checkpoint.huggingface import tokenizer_files
 from tidegate.trainer.policy.diagnostics import distance_metrics
 from tidegate.trainer.policy.optimizer import learning_rate
+from tidegate.trainer.records.formats import datum_fields
 
 CLIP = (0.8, 1.2)
 """Bounds of the ratio in `ppo` and `cispo` at a service, unless `trainer.tinker.loss_config` has others."""
 BETAS, EPS = (0.9, 0.999), 1e-8
 """AdamW's constants, those of this trainer's own."""
-REFUSED = (400, 401, 403, 404, 422)
-"""Statuses that a second try does not change."""
+REFUSED = (400, 401, 403, 404, 405, 422)
+"""Statuses that a second try does not change; some services have no call that deletes, and answer 405."""
+DELETE_S = 60.0
 
 T = TypeVar("T")
 Floats = npt.NDArray[np.float64]
@@ -108,6 +111,7 @@ class TinkerPolicy:
         Raises:
             TrainingError: a batch has no trained token, or the service refuses the step or is away for
                 longer than `trainer.outage_s`.
+            StartError: the SDK cannot be used.
         """
         began, rows = time.perf_counter(), self._rows
         self._rows = []
@@ -163,8 +167,12 @@ class TinkerPolicy:
             learning_rate=rate, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
             weight_decay=self.settings.weight_decay, grad_clip_norm=self.settings.max_grad_norm,
         )  # fmt: skip
+        failpoints.reach("tinker.backward")
         session.optim_step(adam).result(timeout_s)
-        return policy, session.save_state(_name("state")).result(timeout_s).path
+        failpoints.reach("tinker.step")
+        state = session.save_state(_name("state")).result(timeout_s).path
+        failpoints.reach("tinker.state")
+        return policy, state
 
     def _scales(self, rows: Sequence[TrainingSequence]) -> list[float]:
         """Factor of each row's advantages, with which the service's sum or mean is the mean over trained
@@ -217,9 +225,11 @@ class TinkerPolicy:
                 if self._session is None:
                     self._session = self._open()
                 return work(self._session)
+            except StartError:
+                raise
             except Exception as error:  # the SDK has no common class of its errors
                 self._session = None
-                status = getattr(error, "status_code", getattr(error.__cause__, "status_code", None))
+                status = _status(error)
                 what = f"the Tinker service: {type(error).__name__}: {error}"
                 if (failures and status in REFUSED) or time.monotonic() > deadline:
                     raise TrainingError(
@@ -233,14 +243,19 @@ class TinkerPolicy:
         """Open a session with the last saved state; the first one saves its first."""
         if self._service is not None and hasattr(self._service, "close"):
             self._service.close()
-        self._service = self._open_service()
-        if self._state is not None:
-            return self._service.create_training_client_from_state_with_optimizer(self._state)
-        session = self._service.create_lora_training_client(
-            base_model=self.settings.tinker.base_model, rank=self.settings.lora.rank, seed=self._seed
+        timeout_s = self.settings.outage_s
+        service = self._service = within(timeout_s, self._open_service)
+        if (state := self._state) is not None:
+            return within(timeout_s, lambda: service.create_training_client_from_state_with_optimizer(state))
+        session = within(
+            timeout_s,
+            lambda: service.create_lora_training_client(
+                base_model=self.settings.tinker.base_model, rank=self.settings.lora.rank, seed=self._seed
+            ),
         )
-        self._state = session.save_state(_name("state")).result(self.settings.outage_s).path
+        self._state = session.save_state(_name("state")).result(timeout_s).path
         self._saved.add(self._state)
+        failpoints.reach("tinker.opened")
         return session
 
     # -- weights and checkpoints (`Restorable`)
@@ -262,6 +277,7 @@ class TinkerPolicy:
                 )
             )
             self._saved.add(self._sampler)
+            failpoints.reach("tinker.sampler")
         snapshot = {"base_model": self.settings.tinker.base_model, "sampler": self._sampler}
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -316,32 +332,28 @@ class TinkerPolicy:
             return  # after a resume: with the next version
         unused = self._saved - _named(run_dir) - {self._sampler or "", self._state or ""}
         for path in unused:
-            self._saved.discard(path)
             try:
-                self._service.create_rest_client().delete_checkpoint_from_tinker_path(path).result(60.0)
-            except Exception as error:  # noqa: BLE001 - some services delete nothing; no step fails for it
-                log.info("the Tinker service did not delete %s: %s", path, error)
+                self._service.create_rest_client().delete_checkpoint_from_tinker_path(path).result(DELETE_S)
+            except Exception as error:  # noqa: BLE001 - no step fails for it
+                log.info("the Tinker service did not delete %s: %s: %s", path, type(error).__name__, error)
+                if _status(error) not in REFUSED:
+                    return  # the service is away: again with the next version
+            self._saved.discard(path)
+            failpoints.reach("tinker.deleted")
 
 
 def datum(tinker: Any, row: TrainingSequence, scale: float) -> Any:
-    """Convert a row to the SDK's Datum: the target at each input is the next token.
-
-    Inputs end before the last trained token. Tokens that are not trained on have the advantage 0.
-    """
-    end = row.inputs + 1
-    mask = row.mask[1:end]
+    """Convert a row to the SDK's Datum, whose inputs end before the last trained token."""
+    ids, inputs = datum_fields(row, row.inputs, scale)
     return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(row.ids[: end - 1].tolist()),
-        loss_fn_inputs={
-            "target_tokens": _tensor(tinker, row.ids[1:end], "int64"),
-            "logprobs": _tensor(tinker, row.logprobs[1:end], "float32"),
-            "advantages": _tensor(tinker, np.where(mask, row.advantages[1:end] * scale, 0.0), "float32"),
-        },
+        model_input=tinker.ModelInput.from_ints(ids),
+        loss_fn_inputs={name: tinker.TensorData(**fields) for name, fields in inputs.items()},
     )
 
 
-def _tensor(tinker: Any, values: npt.NDArray[Any], dtype: str) -> Any:
-    return tinker.TensorData(data=values.tolist(), dtype=dtype, shape=[len(values)])
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status of an SDK's error, or of its cause."""
+    return getattr(error, "status_code", getattr(error.__cause__, "status_code", None))
 
 
 def _named(run_dir: Path) -> set[str]:

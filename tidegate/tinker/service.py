@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.program import advise_extra
 from tidegate.service.api_key import key_from_environment
 from tidegate.settings.tinker import TinkerService
 
+T = TypeVar("T")
 KEY = "TINKER_API_KEY"
 NO_KEY = "tml-none"
 """Given to a service without keys, as the SDK needs one."""
@@ -70,11 +73,20 @@ def connect(settings: TinkerService, key: str, *, once_s: float | None = None) -
         once_s: Send each call once, and again for so many seconds if the service refuses it for its rate.
             None: as the SDK does, which repeats calls whose reply was lost, with the same sequence number; a
             service that ignores these numbers, such as skyrl-tx 0.3, would take a step twice.
+
+    Raises:
+        StartError: The SDK is not installed, or is one whose repetitions cannot be switched off.
     """
     tinker = sdk()
     url = {} if settings.base_url is None else {"base_url": settings.base_url}
     client = tinker.ServiceClient(api_key=key, max_retries=10 if once_s is None else 0, **url)
     if once_s is not None:
+        if not hasattr(getattr(client, "holder", None), "execute_with_retries"):
+            raise StartError(
+                f"the SDK tinker {getattr(tinker, '__version__', '')} has no "
+                "`ServiceClient.holder.execute_with_retries`, without which a lost reply could take a step "
+                f"twice: {advise_extra('tinker')}, which has a version that was tested"
+            )
 
         async def send(call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
             deadline = time.monotonic() + once_s
@@ -88,6 +100,27 @@ def connect(settings: TinkerService, key: str, *, once_s: float | None = None) -
 
         client.holder.execute_with_retries = send
     return client
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return the result of a call of the SDK that takes no timeout.
+
+    Raises:
+        TimeoutError: There is no result within so many seconds; the call goes on in its thread.
+    """
+    result: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            result.set_exception(error)
+
+    threading.Thread(target=work, daemon=True, name="tinker").start()
+    try:
+        return result.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no reply within {seconds:g} s") from error
 
 
 def read_snapshot(directory: Path) -> str | None:

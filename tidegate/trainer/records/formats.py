@@ -62,19 +62,35 @@ def _trl(line: Line, sequences: Sequence[TrainingSequence]) -> Rows:
         yield trl_row(row, line["reward"])
 
 
-def _tinker(line: Line, sequences: Sequence[TrainingSequence]) -> Rows:
-    def tensor(values: np.ndarray, dtype: str) -> dict[str, Any]:
-        return {"data": values[1:].tolist(), "dtype": dtype, "shape": [len(values) - 1]}
+def datum_fields(
+    row: TrainingSequence, inputs: int, scale: float = 1.0
+) -> tuple[list[int], dict[str, dict[str, Any]]]:
+    """Returns the fields of Tinker's `Datum` for a row: the target at each input is the next token.
 
+    Args:
+        row: The row.
+        inputs: Number of its tokens that are inputs.
+        scale: Factor of the advantages; tokens that are not trained on have the advantage 0.
+
+    Returns:
+        Input ids, and the `TensorData` of each of `loss_fn_inputs`.
+    """
+    targets = slice(1, inputs + 1)
+
+    def tensor(values: np.ndarray, dtype: str) -> dict[str, Any]:
+        return {"data": values[targets].tolist(), "dtype": dtype, "shape": [inputs]}
+
+    return row.ids[:inputs].tolist(), {
+        "target_tokens": tensor(row.ids, "int64"),
+        "logprobs": tensor(row.logprobs, "float32"),
+        "advantages": tensor(np.where(row.mask, row.advantages * scale, 0.0), "float32"),
+    }
+
+
+def _tinker(line: Line, sequences: Sequence[TrainingSequence]) -> Rows:
     for row in sequences:
-        yield {
-            "model_input": {"chunks": [{"type": "encoded_text", "tokens": row.ids[:-1].tolist()}]},
-            "loss_fn_inputs": {
-                "target_tokens": tensor(row.ids, "int64"),
-                "logprobs": tensor(row.logprobs, "float32"),
-                "advantages": tensor(np.where(row.mask, row.advantages, 0), "float32"),
-            },
-        }
+        ids, inputs = datum_fields(row, len(row.ids) - 1)
+        yield {"model_input": {"chunks": [{"type": "encoded_text", "tokens": ids}]}, "loss_fn_inputs": inputs}
 
 
 def _verl(line: Line, sequences: Sequence[TrainingSequence]) -> Rows:
