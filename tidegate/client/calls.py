@@ -10,7 +10,7 @@ import aiohttp
 from openai import AsyncOpenAI
 
 from tidegate.errors import RUN_ENDED, GatewayError
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.service.http_client import HttpClient, error_in
 
 CALL_S = 30.0
@@ -81,8 +81,7 @@ class ClientCalls(HttpClient):
             lost_s, waited_s = self._lost_s(refusal.status, time()), time() - began
             if not again or lost_s > self.timeout_s or waited_s > self.timeout_s + self._capacity_s:
                 raise refusal
-            await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
-            failures += 1
+            failures = await back_off(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S)
 
     def _lost_s(self, status: int, now: float) -> float:
         """Returns the seconds since when no call of the client was answered, after a call that failed."""

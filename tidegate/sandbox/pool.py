@@ -15,7 +15,7 @@ from tidegate.sandbox.limits import SandboxLimits
 from tidegate.sandbox.opening import open_sandbox
 from tidegate.sandbox.owned import remove_orphans
 from tidegate.sandbox.sandbox import Sandbox
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 
 log = logging.getLogger("tidegate.sandbox")
 
@@ -123,5 +123,4 @@ class SandboxPool:
                 failures = 0
             except (SandboxError, OSError) as error:
                 log.warning("the sandbox pool cannot start a sandbox: %s", error)
-                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-                failures += 1
+                failures = await back_off(failures, FIRST_S, LONGEST_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 
@@ -13,3 +14,9 @@ def backoff_s(failures: int, first_s: float, longest_s: float, rng: random.Rando
     """
     delay_s = min(longest_s, first_s * 2.0 ** min(failures, 100))
     return (rng or random).uniform(delay_s / 2, delay_s)
+
+
+async def back_off(failures: int, first_s: float, longest_s: float) -> int:
+    """Wait as long as `backoff_s` says, and return the number of failures, with this one."""
+    await asyncio.sleep(backoff_s(failures, first_s, longest_s))
+    return failures + 1

@@ -28,7 +28,7 @@ from tidegate.errors import (
     TidegateError,
     UnrewardedError,
 )
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.settings.judge import JudgeSettings
 
 log = logging.getLogger("tidegate.envs.service.pool")
@@ -360,8 +360,7 @@ class WorkerPool:
                 await worker.start()
             except (ConfigError, StartError) as error:
                 log.error("%s", error)
-                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-                failures += 1
+                failures = await back_off(failures, FIRST_S, LONGEST_S)
             else:
                 self._add(worker)
                 await self._notify()

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from tidegate.errors import GatewayError
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.service.http_client import HttpClient, error_in
 
 _TRIES = 5
@@ -68,8 +68,7 @@ class ControlCalls(HttpClient):
                         if error.status != 503 or path == "/health":
                             raise
                         last = f"503: {error}"
-                    await asyncio.sleep(backoff_s(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S))
-                    failures += 1
+                    failures = await back_off(failures, _FIRST_WAIT_S, _LONGEST_WAIT_S)
         except TimeoutError:
             if self._abort_reason is not None:
                 raise GatewayError(self._abort_reason) from None

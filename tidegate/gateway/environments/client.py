@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
@@ -18,7 +17,7 @@ import msgspec
 from tidegate.errors import RewardError, RewardUnavailableError, StartError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError, Response, ToolResult
 from tidegate.service import exact
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.service.http_client import HttpClient, RedirectError, bearer
 from tidegate.types import Message, Scored, Task, Trajectory, to_wire
 
@@ -156,8 +155,7 @@ class EnvironmentClient(HttpClient):
                     if broken > MOST_BROKEN:
                         how = f"broke off {broken} responses"
                     raise EpisodeLostError(f"the environment service at {url} {how}: {what}") from None
-                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-                failures += 1
+                failures = await back_off(failures, FIRST_S, LONGEST_S)
 
 
 def _json(task: Task) -> str:

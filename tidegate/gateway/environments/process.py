@@ -13,7 +13,7 @@ from typing import Any
 
 from tidegate.errors import StartError
 from tidegate.gateway.environments.client import EnvironmentClient
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.service.service import LOOPBACK, Service
 
 log = logging.getLogger("tidegate.gateway.environments.process")
@@ -56,8 +56,7 @@ class OwnedEnvironments(EnvironmentClient):
             failures = 0
             while why is not None:
                 log.error("%s; starting it again", why)
-                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-                failures += 1
+                failures = await back_off(failures, FIRST_S, LONGEST_S)
                 try:
                     await self._service.restart()
                     why = None

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tidegate.errors import RewardUnavailableError
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 
 T = TypeVar("T")
 
@@ -42,5 +42,4 @@ async def retry_while_unavailable(call: Callable[[], Awaitable[T]], what: str) -
             if asyncio.get_running_loop().time() >= end:
                 raise
             log.warning("%s: %s; it is called again", what, error)
-        await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-        failures += 1
+        failures = await back_off(failures, FIRST_S, LONGEST_S)

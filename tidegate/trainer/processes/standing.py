@@ -16,7 +16,7 @@ from typing import Any
 from tidegate.config import ENDLESS, SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import GatewayClient
-from tidegate.service.backoff import backoff_s
+from tidegate.service.backoff import back_off
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.service.process import run_together
 from tidegate.service.serve import write_atomically
@@ -104,8 +104,7 @@ class StandingService:
             failures = 0 if time.monotonic() - began > STEADY_S else failures
             while why is not None:
                 self._note(f"{why}; starting it again")
-                await asyncio.sleep(backoff_s(failures, FIRST_S, LONGEST_S))
-                failures += 1
+                failures = await back_off(failures, FIRST_S, LONGEST_S)
                 try:
                     await process.restart()
                     why = None
