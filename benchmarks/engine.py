@@ -49,7 +49,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
-from tidegate.weights.cache_argument import cache_argument
+from tidegate.weights.internals import cache_argument
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_base" / "model"
 COUNTS = (1, 16, 64, 128)

@@ -35,7 +35,7 @@ from tidegate.viewer.report import write_report
 from tidegate.viewer.summary import continue_command
 
 if TYPE_CHECKING:
-    from tidegate.trainer.result import RunResult
+    from tidegate.trainer.end import RunResult
     from tidegate.trainer.run import Run
 
 SANDBOX_S = 30.0

@@ -27,8 +27,8 @@ from tidegate.trainer.policy.attention import use_gpu_kernels
 from tidegate.trainer.policy.forward import decoder_layers
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.trainer.policy.working_copy import WorkingCopy
-from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import WeightsError
+from tidegate.weights.internals import cache_argument
 
 EXAMPLES = REPO / "examples"
 BASE = EXAMPLES / "tiny_base" / "model"

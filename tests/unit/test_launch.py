@@ -17,7 +17,7 @@ from tidegate.launch import _report
 from tidegate.program import program
 from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
-from tidegate.trainer.result import RunResult
+from tidegate.trainer.end import RunResult
 from tidegate.viewer.live import make_view
 
 

@@ -1,9 +1,10 @@
-"""How a run that failed has ended, and the ledger's entry of a start that failed before training began."""
+"""How a run has ended, and the ledger's entry of a start that failed before training began."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tidegate.errors import StorageError, TidegateError
@@ -14,6 +15,18 @@ from tidegate.trainer.ledger.state import cancel_interrupted, read_ledger_state,
 from tidegate.trainer.start import Start
 
 DISK_ERRORS = (*DISK_FULL, errno.EIO, errno.EROFS)
+
+
+@dataclass(slots=True)
+class RunResult:
+    """Result of a run; `initial_eval` and `final_eval` are metrics of its first and last evaluation."""
+
+    status: str
+    """`completed`, `interrupted` or `failed`, as in the ledger."""
+    why: str | None
+    step: int
+    initial_eval: dict[str, float] = field(default_factory=dict)
+    final_eval: dict[str, float] = field(default_factory=dict)
 
 
 def how_failed(error: BaseException, run_dir: Path) -> tuple[str, str | None]:

@@ -10,9 +10,9 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.errors import NoUsableEpisodesError
 from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.end import RunResult
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.records.metrics import read_metrics
-from tidegate.trainer.result import RunResult
 from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation, Evaluated
 from tidegate.trainer.rollout.evaluator import Evaluator
 from tidegate.trainer.waits import unless_stopped

@@ -21,7 +21,7 @@ from tidegate.trainer.backends import load_policy
 from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
-from tidegate.trainer.end import record_failed_start, storage_error
+from tidegate.trainer.end import RunResult, record_failed_start, storage_error
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
 from tidegate.trainer.ledger.ledger import Ledger
@@ -33,7 +33,6 @@ from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.lift_requests import requested_lifts
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun, take_over
 from tidegate.trainer.start import Start, base_model
 from tidegate.trainer.teacher.start import start_teacher

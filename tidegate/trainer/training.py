@@ -20,7 +20,7 @@ from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
-from tidegate.trainer.end import how_failed
+from tidegate.trainer.end import RunResult, how_failed
 from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.forecast import episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.ledger.entries import State, entry
@@ -50,7 +50,6 @@ from tidegate.trainer.records.metrics import MetricsLog, reached
 from tidegate.trainer.records.recorder import Recorder, age_metrics
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
-from tidegate.trainer.result import RunResult
 from tidegate.trainer.resume import ResumedRun
 from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation
 from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers

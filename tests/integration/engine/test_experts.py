@@ -19,7 +19,7 @@ from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.validation import RequestError
-from tidegate.weights.routers import routers
+from tidegate.weights.internals import routers
 
 WIDTH = 4
 """Two layers with two experts for each token."""

@@ -19,9 +19,9 @@ from tidegate.errors import CheckpointError, GatewayError, LedgerError
 from tidegate.trainer import training as training_module
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.end import RunResult
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.version_requests import VersionRequest, write_request
-from tidegate.trainer.result import RunResult
 from tidegate.trainer.training import Training
 
 

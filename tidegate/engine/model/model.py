@@ -33,11 +33,10 @@ from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.weights import loading
 from tidegate.errors import StartError
 from tidegate.weights import adapter_files, checksum
-from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.files import WeightsError, is_adapter, stored_parameters
 from tidegate.weights.float_logits import use_float_logits
+from tidegate.weights.internals import cache_argument, routers
 from tidegate.weights.onednn import use_onednn
-from tidegate.weights.routers import routers
 
 PROBE_LENGTHS = (7, 3, 5)
 SCORED_LOGITS = 2**26

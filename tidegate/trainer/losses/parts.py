@@ -37,23 +37,13 @@ def sequence_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
     return _by_row(token_ratio(logprobs_n, batch), batch)
 
 
-def gspo_token_ratio(logprobs_n: Tensor, batch: Microbatch) -> Tensor:
-    """Log of GSPO-token's ratio, sg[s] · π_θ ÷ sg[π_θ] with s = (π_θ(y)/μ(y))^(1/|y|) over the row's
-    trained tokens (Zheng et al., Group Sequence Policy Optimization, 2025, §4.3).
-
-    Every token has the value of the sequence's ratio and its own gradient, so that it is weighted by its own
-    advantage. If all tokens of a row have the same advantage, the gradient equals GSPO's.
-    """
-    return _row_mean(token_ratio(logprobs_n, batch).detach(), batch) + logprobs_n - logprobs_n.detach()
-
-
 def _by_row(value_n: Tensor, batch: Microbatch) -> Tensor:
     """Sum over each row's tokens, repeated for each token."""
     sums_b = value_n.new_zeros(len(batch.rows)).index_add(0, batch.row_n, value_n)
     return sums_b.index_select(0, batch.row_n)
 
 
-def _row_mean(value_n: Tensor, batch: Microbatch) -> Tensor:
+def row_mean(value_n: Tensor, batch: Microbatch) -> Tensor:
     """Mean over each row's tokens, repeated for each token."""
     return _by_row(value_n, batch) / _by_row(torch.ones_like(value_n), batch)
 
@@ -106,7 +96,7 @@ def sequence_masked(threshold: float | None, surrogate: Surrogate) -> Surrogate:
         return surrogate
 
     def objective(log_ratio_n: Tensor, logprobs_n: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
-        distance_n = -_row_mean(token_ratio(logprobs_n.detach(), batch), batch)
+        distance_n = -row_mean(token_ratio(logprobs_n.detach(), batch), batch)
         masked_n = (batch.advantages_n < 0) & (distance_n > threshold)
         objective_n, clipped_n = surrogate(log_ratio_n, logprobs_n, batch)
         return objective_n.masked_fill(masked_n, 0.0), clipped_n | masked_n

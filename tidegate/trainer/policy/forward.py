@@ -31,8 +31,8 @@ from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.trainer.policy.routing import RoutingReplay, normalises
 from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.types import Logprobs
-from tidegate.weights.cache_argument import cache_argument
 from tidegate.weights.float_logits import float_logits, is_plain
+from tidegate.weights.internals import cache_argument
 from tidegate.weights.onednn import use_onednn
 
 LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28

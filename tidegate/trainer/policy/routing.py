@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tidegate.errors import StartError
-from tidegate.weights.routers import routers
+from tidegate.weights.internals import routers
 
 ARGUMENT = "replayed_experts"
 """Argument of a decoder layer, so that a layer that is recomputed in the backward pass gets the same ones."""

@@ -20,7 +20,7 @@ from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.policy.routing import normalises
-from tidegate.weights.routers import routers
+from tidegate.weights.internals import routers
 
 LAYERS, K, EXPERTS = 2, 2, 4
 TOLERANCE = 1e-4

@@ -14,8 +14,8 @@ import pytest
 from tests.waiting import eventually
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, GatewayError
+from tidegate.trainer.end import RunResult
 from tidegate.trainer.evaluations import RunEvaluations
-from tidegate.trainer.result import RunResult
 from tidegate.trainer.rollout import background_evaluation as module
 from tidegate.trainer.rollout.background_evaluation import BackgroundEvaluation
 from tidegate.trainer.rollout.evaluator import Evaluation
