@@ -370,7 +370,8 @@ class Training:
     async def _roll_back(self) -> None:
         """Return to the checkpoint that the operator requested, and publish its weights as a new version."""
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
-        await self._written()
+        if self._writing is not None:
+            await self._writing  # if it has failed, the run ends and keeps the request for a resume
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
             action = "roll-back" if request is None else request.action

@@ -21,7 +21,7 @@ from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.end import RunResult
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.publish.version_requests import VersionRequest, write_request
+from tidegate.trainer.publish.version_requests import VersionRequest, read_request, write_request
 from tidegate.trainer.training import Training
 
 
@@ -33,7 +33,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
     loop, live = SimpleNamespace(committable=True), SimpleNamespace(live_step=3)
     return SimpleNamespace(
-        dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans(), _written=AsyncMock()
+        dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans(), _written=AsyncMock(),
+        _writing=None,
     )  # fmt: skip
 
 
@@ -150,6 +151,16 @@ async def test_a_checkpoint_that_fails_in_the_background_ends_the_run(saving: An
         await saving._supervisor.run(train())
     saving.admission.commit.assert_not_called()
     await saving._written()  # the end of the run waits, and writes its own
+
+
+async def test_a_roll_back_to_a_checkpoint_that_fails_is_not_forgotten(saving: Any) -> None:
+    saving.error, saving.loop.step, saving.observer = CheckpointError(FULL), 5, MagicMock()
+    await saving._checkpoint(5, background=True)
+    write_request(saving.dir, request := VersionRequest("rollback", 5))
+    saving.release.set()
+    with pytest.raises(CheckpointError, match=FULL):
+        await Training._roll_back(saving)
+    assert read_request(saving.dir) == request, "a resumed run finds it"
 
 
 @pytest.fixture
