@@ -239,7 +239,7 @@ class OwnTrainer:
 
     def _steps(self) -> list[Path]:
         """Directories of the committed steps, in order."""
-        return sorted(self._directory.glob("step_*"))
+        return sorted(self._directory.glob("step_*"), key=lambda path: (len(path.name), path.name))
 
     def _resume(self) -> None:
         """Read the newest committed step; the epoch is higher than that of any loop before."""

@@ -145,12 +145,14 @@ async def test_what_was_not_committed_is_forgotten(world: World, tmp_path: Path)
 
 
 async def test_a_step_that_cannot_be_read_is_named(world: World, tmp_path: Path) -> None:
-    (tmp_path / "step_000004").mkdir()
-    (tmp_path / "step_000004" / "step.json").write_text(json.dumps({"step": 4}))
-    with pytest.raises(CheckpointError, match=r"step\.json cannot be read .*remove .*step_000004"):
+    (tmp_path / "step_999999").mkdir()  # the one before
+    (tmp_path / "step_1000000").mkdir()
+    (tmp_path / "step_1000000" / "step.json").write_text(json.dumps({"step": 10**6}))
+    with pytest.raises(CheckpointError, match=r"step\.json cannot be read .*remove .*step_1000000"):
         await OwnTrainer("http://gateway", [world.url], tmp_path).__aenter__()
-    (tmp_path / "step_000004" / "step.json").unlink()
-    (tmp_path / "step_000004").rmdir()
+    (tmp_path / "step_1000000" / "step.json").unlink()
+    for step in (999_999, 1_000_000):
+        (tmp_path / f"step_{step}").rmdir()
     async with OwnTrainer("http://gateway", [world.url], tmp_path):
         with pytest.raises(StartError, match="an own loop"):  # the lock of the one that failed was released
             await OwnTrainer("http://gateway", [world.url], tmp_path).__aenter__()
