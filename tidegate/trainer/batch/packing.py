@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cmp_to_key
 
 import numpy as np
 
@@ -21,8 +22,8 @@ MAX_PADDING_RATIO = 0.05
 
 
 MIN_SAVED_SHARE = 0.15
-"""Smallest share of their inputs that rows must save to share a prefix: attention with a prefix needs a mask,
-which costs more than plain causal attention."""
+"""Smallest share of their inputs that rows must save to share a prefix: on a CPU, attention with one needs a
+mask, which costs more than plain causal attention."""
 
 
 MIN_SAVED_TOKENS = 16
@@ -107,7 +108,11 @@ def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_
 
     A row joins the last cluster if that saves more tokens than leaving it out.
     """
-    order = sorted(usable, key=lambda index: _order(rows[index]))
+
+    def compare(one: int, other: int) -> int:
+        return _compare(rows[one], rows[other])
+
+    order = sorted(usable, key=cmp_to_key(compare))
     clusters: list[_Cluster] = []
     for index in order:
         last = clusters[-1] if clusters else None
@@ -120,13 +125,17 @@ def _clusters(rows: Sequence[TrainingSequence], usable: Sequence[int]) -> list[_
     return [cluster for cluster in clusters if _worth_sharing(rows, cluster)]
 
 
-def _order(row: TrainingSequence) -> bytes:
-    """Return a key by which rows with equal beginnings are neighbours."""
-    # Big-endian: only then are bytes in the order of the ids.
-    tokens = row.ids.astype(">i4")
-    if row.experts is None:
-        return tokens.tobytes()
-    return np.column_stack([tokens, row.experts.astype(">i4")]).astype(">i4").tobytes()
+def _compare(one: TrainingSequence, other: TrainingSequence) -> int:
+    """Compare rows by ids and experts; those with equal beginnings are neighbours in this order.
+
+    Keys for a sort would be another copy of all experts.
+    """
+    length = min(len(one.ids), len(other.ids))
+    equal = _equal_beginning(one, other, length)
+    if equal == length:
+        return len(one.ids) - len(other.ids)
+    values = [(row.ids[equal], *(() if row.experts is None else row.experts[equal])) for row in (one, other)]
+    return -1 if values[0] < values[1] else 1
 
 
 def _worth_sharing(rows: Sequence[TrainingSequence], cluster: _Cluster) -> bool:
@@ -142,11 +151,12 @@ def _max_prefix(row: TrainingSequence) -> int:
 
 
 def _common_prefix(other: TrainingSequence, row: TrainingSequence) -> int:
-    """Return the length of the common prefix of two rows, at most `_max_prefix(row)`.
+    """Return the length of the common prefix of two rows, at most `_max_prefix(row)`."""
+    return _equal_beginning(other, row, min(len(other.ids), _max_prefix(row)))
 
-    Tokens that are computed by different experts are different.
-    """
-    length = min(len(other.ids), _max_prefix(row))
+
+def _equal_beginning(other: TrainingSequence, row: TrainingSequence, length: int) -> int:
+    """Return how many of the first `length` tokens are equal; those of different experts are different."""
     unlike = other.ids[:length] != row.ids[:length]
     if other.experts is not None and row.experts is not None:
         unlike |= (other.experts[:length] != row.experts[:length]).any(axis=1)

@@ -1,4 +1,6 @@
 import itertools
+import tracemalloc
+from functools import cmp_to_key
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_group, make_row, make_rows
+from tidegate.trainer.batch import packing
 from tidegate.trainer.batch.microbatch import PrefixBatch, padding_ratio
 from tidegate.trainer.batch.packing import (
     MAX_PADDING_RATIO,
@@ -123,6 +126,30 @@ def test_a_groups_prompt_is_computed_once():
     assert sorted(beginnings(bundle), key=len) == expected
     rows = sum(row.inputs for group in groups for row in group)
     assert computed([bundle]) == rows - 7 * 49 - 7 * 79
+
+
+@given(batches(), st.integers(0, 2**32))
+def test_rows_with_equal_beginnings_are_neighbours(rows, seed):
+    """Also those computed by the same experts."""
+    rng = np.random.default_rng(seed)
+    for row in rows:
+        row.experts = rng.integers(0, 2, (len(row.ids), 2)).astype(np.uint16)
+    found = [
+        [number for token in zip(row.ids, *row.experts.T, strict=True) for number in token]
+        for row in sorted(rows, key=cmp_to_key(packing._compare))
+    ]
+    assert found == sorted(found)
+
+
+def test_prefixes_are_found_without_a_copy_of_the_experts():
+    rows = make_rows(40, shortest=400, longest=500)
+    for row in rows:
+        row.experts = np.zeros((len(row.ids), 200), np.uint16)
+    tracemalloc.start()
+    packing._clusters(rows, range(len(rows)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 0.2 * sum(row.experts.nbytes for row in rows)
 
 
 def test_sub_agents_share_among_themselves():
