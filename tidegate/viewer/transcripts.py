@@ -294,12 +294,14 @@ def _call(function: object) -> str:
 def _sampled(record: Record, messages: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """How each reply of the policy came about, by the message's place.
 
-    The messages are the newest branch: its turns are found from the newest one through the parents, and
-    match the last so many assistant messages (earlier ones were given by the agent).
+    The messages are the newest branch: its turns are found from the newest one, an exempt one only if all
+    are, through the parents, and match the last so many assistant messages (earlier ones were given by the agent).
     """
     turns = {turn["index"]: turn for turn in mappings(record.get("turns")) if "index" in turn}
     branch: list[Mapping[str, Any]] = []
-    at = max((index for index in turns if turns[index].get("delivered", True)), default=None)
+    delivered = [index for index in turns if turns[index].get("delivered", True)]
+    at = max((index for index in delivered if not turns[index].get("exempt")), default=None)
+    at = max(delivered, default=None) if at is None else at
     while at in turns and len(branch) <= len(turns):
         branch.append(turns[at])
         at = turns[at].get("parent")
@@ -310,7 +312,7 @@ def _sampled(record: Record, messages: Sequence[Mapping[str, Any]]) -> dict[int,
 def _origin(turn: Mapping[str, Any]) -> str:
     spans = [one for one in as_list(turn.get("version_spans")) if isinstance(one, list | tuple) and one]
     versions = list(dict.fromkeys(str(one[0]) for one in spans))
-    words = []
+    words = [str(turn["policy"])] if turn.get("policy") else []
     if len(versions) == 1:
         words.append(f"version {versions[0]}")
     elif versions:

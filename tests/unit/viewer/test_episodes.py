@@ -162,6 +162,17 @@ def test_replies_are_matched_along_the_newest_branch() -> None:
     ]  # fmt: skip
 
 
+def test_a_reply_names_its_policy_and_an_exempt_turn_is_no_end_of_the_messages() -> None:
+    record = tried("p", 1.0)
+    record["messages"] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    turn = {"parent": None, "output_ids": [1], "version_spans": [[4, 0, 1]], "finish_reason": "stop"}
+    frozen = {"policy": "verifier", "exempt": "policy 'verifier', which is frozen"}
+    record["turns"] = [{**turn, "index": 0, "policy": "solver"}, {**turn, "index": 1, **frozen}]
+    assert episode(record).lines[1].sampled == "solver, version 4, 1 tokens"
+    del record["turns"][0]
+    assert episode(record).lines[1].sampled == "verifier, version 4, 1 tokens", "all are exempt"
+
+
 def test_odd_records_are_shown_as_far_as_they_go() -> None:
     record = {
         "messages": [

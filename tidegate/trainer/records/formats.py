@@ -155,7 +155,8 @@ def _sampled(trajectory: Trajectory) -> dict[int, Turn]:
 
     Messages are the newest branch: its turns match the last assistant messages; the agent gave earlier ones.
     """
-    branch = [*trajectory.delivered_turns()][-1:]
+    delivered = [*trajectory.delivered_turns()]
+    branch = ([turn for turn in delivered if turn.trainable] or delivered)[-1:]
     while branch and (parent := branch[-1].parent) is not None:
         branch.append(trajectory.turns[parent])
     replies = [index for index, one in enumerate(trajectory.messages) if one["role"] == "assistant"]

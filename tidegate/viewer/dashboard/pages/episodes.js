@@ -17,7 +17,7 @@ const versionsOf = (turn) => [...new Set(turn.spans.map(([version]) => version))
 
 function turnFlows(one, turn, address, { given = true, sequence = null } = {}) {
   const shared = sequence !== null && !sequence.own.includes(turn.index);
-  const base = { address, turn: turn.index, advantage: one.advantage, newest: one.newest, shared };
+  const base = { address, turn: turn.index, policy: turn.policy, advantage: one.advantage, newest: one.newest, shared };
   return [
     given ? flow(turn.given_tokens, { ...base, part: "given" }) : null,
     flow(turn.sampled_tokens, { ...base, part: "sampled", reasons: turn.reasons }),
@@ -45,6 +45,7 @@ function turnBlock(one, turn, address, sequence) {
   const head = h(
     "header", {},
     h("h3", {}, `Turn ${turn.index}`),
+    turn.policy ? tag(turn.policy, "accent") : null,
     turn.parent === null || turn.parent === turn.index - 1 ? null : h("span", { class: "soft small" }, `after turn ${turn.parent}`),
     h("span", { class: "soft small" }, [
       `${plural(turn.sampled, "token")} sampled after ${whole(turn.before + turn.given)}`,
@@ -117,6 +118,7 @@ function factsOf(one) {
   return facts([
     ["reward", number(one.reward, 3), "the environment's, as trained on"],
     numbers("reward parts", one.reward_parts) ?? ["", null],
+    numbers("rewards of policies", one.policy_rewards) ?? ["", null],
     one.advantage === null ? ["advantage", null] : ["advantage", signed(one.advantage, 3), "the reward against the group's mean"],
     ["outcome", one.outcome],
     ["turns", whole(one.turns.length)],

@@ -1,13 +1,13 @@
 // Tokens as coloured text: what each is told about, how it is coloured, and how one moves among them.
 import { ask, h, number, percent, pressed, signed, whole } from "./dom.js";
 
-export const QUANTITIES = { logprob: "Logprob", version: "Version", advantage: "Advantage", mask: "Mask" };
+export const QUANTITIES = { logprob: "Logprob", version: "Version", advantage: "Advantage", mask: "Mask", policy: "Policy" };
 
 export const REASONS = {
   trained: ["trained", "It was sampled by the policy and is trained on."],
   given: ["given", "Not trained: it was given to the policy (task, tool result, template), not sampled by it."],
   grammar: ["changed by a grammar", "Not trained: a grammar excluded ids that the policy might have drawn, so its probability is not the policy's."],
-  exempt: ["exempt", "Not trained: the call was an auxiliary one, by its header or its model's name."],
+  exempt: ["exempt", "Not trained: the call was an auxiliary one, by its header or its model's name, or its policy is frozen."],
   undelivered: ["not delivered", "Not trained: the reply never reached the agent."],
   shared: ["shared", "Not trained here: this sequence shares it with an earlier one, in which it is trained."],
   filtered: ["group filtered", "Not trained: all rewards of its group are equal, so comparing them gives no signal."],
@@ -25,7 +25,7 @@ const rank = (version) => `v${((version % 6) + 6) % 6}`;
 
 // One run of tokens. `facts`: kind, turn, part, advantage, reasons [[word, count]…], newest (version).
 export function flow(columns, facts) {
-  const element = h("span", { class: `flow ${facts.part}`, "data-turn": facts.turn, "data-part": facts.part });
+  const element = h("span", { class: `flow ${facts.part}`, "data-turn": facts.turn, "data-part": facts.part, "data-policy": facts.policy || null });
   flows.set(element, { ...facts, columns: { ...columns }, words: spread(facts.reasons) });
   fill(element, columns);
   return element;
@@ -79,6 +79,7 @@ export function about(token) {
     text: columns.texts ? columns.texts[at] : null,
     likeliest: sampled ? (columns.likeliest?.[at] ?? null) : null,
     version: sampled ? (columns.versions?.[at] ?? null) : null,
+    policy: sampled ? facts.policy : "",
     advantage: sampled ? facts.advantage : null,
     trained: word === "trained",
     newest: facts.newest,
@@ -86,10 +87,11 @@ export function about(token) {
 }
 
 // How strongly a token is coloured, 0 to 1, and in what.
-function colour(one, by) {
+function colour(one, by, policies) {
   if (by === "mask") return [`m-${one.word}`, 1];
   if (!one.sampled) return ["", 0];
   if (by === "version") return one.version === null ? ["m-live", 1] : [rank(one.version), 1];
+  if (by === "policy") return one.policy ? [rank(policies.get(one.policy)), 1] : ["", 0];
   if (by === "advantage") {
     if (!one.trained || one.advantage === null) return ["", 0];
     return [one.advantage >= 0 ? "up" : "down", Math.min(1, Math.abs(one.advantage) / 2)];
@@ -98,9 +100,12 @@ function colour(one, by) {
   return ["unlikely", Math.sqrt(Math.min(1, -one.logprob / 4))];
 }
 
+const policiesIn = (root) => [...new Set([...root.querySelectorAll(".flow[data-policy]")].map((one) => one.dataset.policy))].sort();
+
 export function paint(root, by) {
+  const policies = new Map(policiesIn(root).map((name, index) => [name, index]));
   for (const token of root.querySelectorAll(".tok")) {
-    const [kind, weight] = colour(about(token), by);
+    const [kind, weight] = colour(about(token), by, policies);
     const odd = ["special", "part", "bare"].filter((one) => token.classList.contains(one));
     const open = token.classList.contains("chosen") ? ["chosen"] : [];
     token.className = ["tok", ...odd, ...open, kind].filter(Boolean).join(" ");
@@ -123,6 +128,7 @@ export function legend(root, by) {
       unknown ? patch("m-live", "unknown") : null,
     ];
   }
+  if (by === "policy") return policiesIn(root).map((name, index) => patch(rank(index), name));
   if (by === "advantage") {
     if (!all.some((one) => one.trained)) return [h("li", {}, "nothing here was trained on, so nothing has an advantage")];
     return [patch("up", "better than its group: made likelier"), patch("down", "worse than its group: made less likely")];
@@ -143,6 +149,7 @@ export function rows(one) {
     one.sampled ? ["logprob", one.logprob === null ? "not recorded" : number(one.logprob, 4)] : null,
     one.logprob === null ? null : ["probability", percent(Math.exp(one.logprob), one.logprob < -4 ? 3 : 1)],
     one.likeliest === null ? null : ["likeliest", one.likeliest.map(([text, logprob]) => `${JSON.stringify(text)} ${percent(Math.exp(logprob), logprob < -4 ? 3 : 1)}`).join(", ")],
+    one.policy ? ["policy", one.policy] : null,
     one.sampled ? ["version", one.version === null ? "unknown: no engine attested one" : String(one.version)] : null,
     one.sampled && one.advantage !== null ? ["advantage", `${signed(one.advantage, 3)}${one.advantage === 0 ? ": no gradient" : ""}`] : null,
     [one.trained ? "trained" : "why not", REASONS[one.word]?.[1] ?? one.word],
@@ -242,8 +249,10 @@ export function palette(root, by, changed) {
     paint(root, chosen);
     explained.replaceChildren(...legend(root, chosen).filter(Boolean));
   };
-  const buttons = Object.entries(QUANTITIES).map(([key, name], index) =>
-    h("label", {}, h("input", { type: "radio", name: "by", value: key, checked: key === by, onchange: () => {
+  const shown = Object.entries(QUANTITIES).filter(([key]) => key !== "policy" || policiesIn(root).length);
+  const first = shown.some(([key]) => key === by) ? by : shown[0][0];
+  const buttons = shown.map(([key, name], index) =>
+    h("label", {}, h("input", { type: "radio", name: "by", value: key, checked: key === first, onchange: () => {
       show(key);
       changed(key);
     } }), h("span", { title: `key ${index + 1}` }, name)),
