@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,32 @@ def test_settings_are_read_again_from_the_arguments_that_they_make(text: str) ->
         {"model": {"path": text}, "engine": {"python": text, "arguments": [text, "--more"]}}
     )
     assert load(VLLMCommand, None, arguments_of(settings)) == settings
+
+
+def test_policies_survive_the_command_line_and_are_refused_by_name() -> None:
+    words = ["--model.path=x", "--policies.solver.path=7", "--policies.the_2nd-one.path", "y"]
+    more = ["--policies.the_2nd-one.train=false", "--policies.solver.tool_parser", "mistral"]
+    settings = load(GatewayCommand, None, [*words, *more])
+    assert {name: str(own.path) for name, own in settings.policies.items()} == {
+        "solver": "7",
+        "the_2nd-one": "y",
+    }
+    assert (settings.policies["solver"].train, settings.policies["the_2nd-one"].train) == (True, False)
+    assert load(GatewayCommand, None, arguments_of(settings)) == settings
+    for wrong, why in {
+        "--policies.policy.path=z": "'policy' is no name for one of several policies",
+        "--policies.a b.path=z": "'a b' is no name of a policy",
+        "--policies.solver.weights=z": "there is no setting 'policies.solver.weights'",
+        "--policies.solver.tool_parser=z": "policies.solver.tool_parser = 'z'",
+        "--policies.solver.train=false": "policies.solver.path",
+        "--policies.solver=z": "policies.solver",
+        "--policies.a.engines=critic": "policies.a.engines = 'critic' is not the name of a policy",
+        "--gateway.untrained_models=title": "untrained_models has 'title', which is no policy",
+        "--engine.urls=http://h:1": "engine.urls does not say which policy",
+    }.items():
+        named = ["--policies.a.path=z"] if "solver" not in wrong else []
+        with pytest.raises(ConfigError, match=re.escape(why)):
+            load(GatewayCommand, None, ["--model.path=x", *named, wrong])
 
 
 def test_a_gateways_settings_survive_its_command_line() -> None:

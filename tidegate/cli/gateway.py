@@ -86,7 +86,7 @@ def _options(
     arguments: argparse.Namespace, settings: GatewayCommand, secrets: dict[str, Any]
 ) -> GatewayOptions:
     from tidegate.gateway.engines.engine import PoolOptions
-    from tidegate.gateway.options import GatewayOptions
+    from tidegate.gateway.options import GatewayOptions, PolicyModel
     from tidegate.gateway.sessions.limits import SessionLimits
     from tidegate.gateway.sharding.shard import id_prefix, journal_of
     from tidegate.loading import load_object
@@ -98,6 +98,10 @@ def _options(
         journal = journal_of(journal, 0, 1)
     return GatewayOptions(
         model=settings.model.path,
+        policies={
+            name: PolicyModel(own.path, own.tool_parser, own.train, own.engines, own.adapter)
+            for name, own in settings.policies.items()
+        },
         public_url=gateway.public_url,
         engine_urls=settings.engine.urls,
         admin_key=secrets.get("admin_key"),

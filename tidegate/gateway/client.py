@@ -278,7 +278,7 @@ class GatewayClient(ControlCalls):
     # -- engines, health -------------------------------------------------------------------------
 
     async def add_engine(
-        self, url: str, control: Sequence[str] = (), *, admitted: bool | None = None
+        self, url: str, control: Sequence[str] = (), *, admitted: bool | None = None, policy: str = ""
     ) -> dict[str, Any]:
         """Adds an engine. Idempotent.
 
@@ -287,11 +287,12 @@ class GatewayClient(ControlCalls):
             control: Addresses of the engines behind a router.
             admitted: For trainers: whether the engine has the current version and receives calls. Once it was
                 given, engines that are added without it wait to be admitted.
+            policy: Name of the policy that it serves; of several that share it, the first one.
 
         Returns:
             The engine as listed by `list_engines`.
         """
-        body = {"url": url, "control": list(control), "admitted": admitted}
+        body = {"url": url, "control": list(control), "admitted": admitted, "policy": policy}
         row: dict[str, Any] = await self._json("POST", "/engines", body)
         return row
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tidegate.errors import TidegateError
 
@@ -78,9 +78,14 @@ def wrong_project_key() -> ApiError:
     )
 
 
-def unknown_model(name: str, served: str) -> ApiError:
+def unknown_model(name: object, served: Sequence[str]) -> ApiError:
+    """Returns the error for a model that is none of those `served`; `name` is None if a request has none."""
+    there = f"the only model is {served[0]!r}" if len(served) == 1 else f"the models are {', '.join(served)}"
+    if len(served) > 1:
+        there += "; a call that must not be trained on has the header x-tidegate-train: no"
+    what = "is missing" if name is None else f"{name!r:.100} is not served"
     return ApiError(
-        f"model: {name!r} is not served; the only model is {served!r}"[:300],
+        f"model: {what}; {there}",
         status=404,
         code="model_not_found",
         param="model",

@@ -25,9 +25,8 @@ from tidegate.gateway.journal.base import Journal, Recovered
 from tidegate.gateway.journal.sqlite import DiskJournal
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.options import GatewayOptions
-from tidegate.gateway.parsing.tool_calls.registry import choose
+from tidegate.gateway.policies import ServedPolicies
 from tidegate.gateway.project_keys import KeyFile
-from tidegate.gateway.rendering.conformance import check_conformance
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.sessions.session import (
     FinishReport,
@@ -38,7 +37,6 @@ from tidegate.gateway.sessions.session import (
 )
 from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.pipeline import TurnPipeline
-from tidegate.gateway.turns.prompts import PromptBuilder, model_context
 from tidegate.gateway.turns.request_body import HeldBodies
 from tidegate.gateway.turns.request_reader import Threads
 from tidegate.service import exact
@@ -58,12 +56,13 @@ class Gateway:
         if options.tracing:
             check_tracing("gateway.tracing")
         self.keys = KeyFile(options.keys)
-        self.renderer = renderer or Renderer.load(options.model)
-        self.tool_format, self.tool_format_reason = choose(options.tool_parser, self.renderer.render_text)
+        self.metrics = GatewayMetrics()
+        self.pool = EnginePool(options.pool, self.fail)
+        self.policies = ServedPolicies(options, self.pool, self.metrics, renderer)
+        self.renderer = self.policies.default.renderer
         # After what may be refused, as a journal is locked until it is closed.
         self.journal = Journal() if options.journal is None else DiskJournal(options.journal)
         self.instance = new_id()
-        self.metrics = GatewayMetrics()
         self.sessions = SessionStore()
         self.threads = Threads()
         self.bodies = HeldBodies()
@@ -74,7 +73,7 @@ class Gateway:
             on_new_epoch=lambda: self.finisher.cancel_older(),
         )
         self.sealer = GroupSealer(options.environments, self.sessions, self.groups)
-        self.scorer = Scorer(options.environments)
+        self.scorer = Scorer(options.environments, list(options.policies))
         self.states = EpisodeStates(options.environments, self.journal, options.grace_s)
         self.environments = EnvironmentCalls(self.states, self.journal, self.metrics)
         self.spans = EpisodeSpans(Spans("tidegate-gateway")) if options.tracing else None
@@ -92,15 +91,7 @@ class Gateway:
         self.attempts = AttemptQueue(
             self.journal, self.sessions, self.finisher, self.states, options.id_prefix
         )
-        self.pool = EnginePool(options.pool, self.fail)
-        prompts = PromptBuilder(
-            self.renderer,
-            self.pool,
-            self.metrics,
-            self.tool_format,
-            model_context(options.model),
-            options.structured_output,
-        )
+        prompts = {name: policy.prompts for name, policy in self.policies.by_name.items()}
         self.turns = TurnPipeline(prompts, self.pool, self.metrics, self.journal)
         self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -112,16 +103,17 @@ class Gateway:
 
     async def start(self) -> None:
         """Restores the journal's state and starts. Raises StartError if the journal cannot be used."""
-        report = await asyncio.to_thread(check_conformance, self.renderer)
-        log.info("chat template: %s", report.summary())
-        log.info("tool calls: %s, %s", self.tool_format.name, self.tool_format_reason)
+        await asyncio.to_thread(self.policies.check_templates)
         if self.options.environments is not None:
             await self.options.environments.start()
         recovered = self.journal.load()
         self.groups.restore(recovered)
         self.pool.trainer_managed = recovered.trainer_managed
         for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
-            await self.pool.add(record)
+            if record.policy in self.policies.engine_sets:
+                await self.pool.add(record)
+            else:
+                log.warning("engine %s is left out: policy %r is not served", record.url, record.policy)
         self._resume_sessions(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
         self._sweeper.add_done_callback(self._on_sweeper_done)
@@ -375,22 +367,39 @@ class Gateway:
     # -- engines ---------------------------------------------------------------------------------
 
     async def add_engine(
-        self, url: str, control: Sequence[str] = (), admitted: bool | None = None
+        self, url: str, control: Sequence[str] = (), admitted: bool | None = None, policy: str = ""
     ) -> EngineEndpoint:
-        """Adds an engine, which is kept across restarts. Idempotent.
+        """Adds an engine of a policy, which is kept across restarts. Idempotent. Raises GatewayError.
 
         `admitted` is set by trainers: whether the engine has the current version and receives calls. From
         then on the trainer manages the gateway, and engines that others add (None) wait until it admits them.
         """
         existing = self.pool.get(url)
+        policy = policy or (existing.policy if existing is not None else "")
+        self._check_engine(url, existing, policy)
         joined = admitted is None if existing is None else existing.joined
         if admitted is not None:
             self._start_trainer_management(existing)
         else:
             admitted = not self.pool.trainer_managed if existing is None else existing.admitted
-        engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted), wait_s=2.0)
+        engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted, policy), wait_s=2.0)
         await self._record_engines()
         return engine
+
+    def _check_engine(self, url: str, existing: EngineEndpoint | None, policy: str) -> None:
+        """Raises GatewayError for an engine of an unknown policy, or of another one than before."""
+        sets = self.policies.engine_sets
+        if policy not in sets:
+            names = (
+                f"the policies are {', '.join(sorted(sets))}" if self.policies.named else "there is only one"
+            )
+            what = f"policy {policy!r} has no engines here" if policy else "it names no policy"
+            raise GatewayError(f"engine {url}: {what}; {names}", status=400)
+        if existing is not None and existing.policy != policy:
+            raise GatewayError(
+                f"engine {url} serves policy {existing.policy!r}: remove it, then add it for {policy!r}",
+                status=409,
+            )
 
     async def admit_engine(self, url: str, admitted: bool) -> EngineEndpoint:
         """Sets, for a trainer, whether an engine receives calls. Raises GatewayError if it is unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
@@ -15,11 +15,27 @@ from tidegate.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyModel:
+    """One of several policies."""
+
+    model: Path
+    """Directory with the tokenizer and its chat template."""
+    tool_parser: str = "auto"
+    """As in `GatewayOptions`."""
+    train: bool = True
+    """Whether it is trained. Turns of a frozen policy are context only, whatever their request says."""
+    engines: str | None = None
+    """Policy whose engines serve it; None: it has its own."""
+    adapter: bool = False
+    """Whether they serve it as the LoRA adapter of its name."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayOptions:
     """Options of a gateway; durations are in seconds."""
 
     model: Path
-    """Directory with the tokenizer and its chat template."""
+    """Directory with the tokenizer and its chat template; without effect if there are `policies`."""
     public_url: str | None = None
     """Address at which agents reach the gateway; None: the address of the request that opens a session."""
     engine_urls: list[str] = field(default_factory=list)
@@ -33,6 +49,8 @@ class GatewayOptions:
     client_sampling: Sampling = field(default_factory=Sampling)
     """Sampling parameters of clients' episodes."""
     _: KW_ONLY
+    policies: Mapping[str, PolicyModel] = field(default_factory=dict)
+    """The policies, which requests name as their model, by name; empty: there is one, under any name."""
     client_deadline_s: float = 3600.0
     """Deadline of a client's episode."""
     conversation_idle_s: float = 30.0

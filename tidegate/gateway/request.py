@@ -34,6 +34,8 @@ class TurnRequest:
     idempotency_key: str | None = None
     exempt: str | None = None
     """Reason that its turn is not trained on; None if it is."""
+    policy: str = ""
+    """Name of the policy that it chose; empty if there is one only."""
     retry: bool = False
     """The client marked the request as a retry."""
 

@@ -203,7 +203,9 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str,
     keys = []
     for name, field in model.model_fields.items():
         kinds = _sections(field.annotation)
-        if len(kinds) == 1:
+        if (named := _named_section(field.annotation)) is not None:
+            keys += known_keys(named, f"{prefix}{name}.NAME.")
+        elif len(kinds) == 1:
             keys += known_keys(kinds[0], f"{prefix}{name}.")
         elif kinds:
             keys += _keys_of_kinds(kinds, type(field.default), f"{prefix}{name}.")
@@ -303,10 +305,16 @@ def _set(model: type[BaseModel], raw: dict[str, Any], key: str, value: Any) -> N
     options of another class are removed."""
     *sections, last = key.split(".")
     table = raw
+    named: type[SettingsSection] | None = None
     for section in sections:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--{key}: {section} is a value, not a section")
+        if named is not None:
+            model, named = named, None
+            continue
+        if section in model.model_fields:
+            named = _named_section(model.model_fields[section].annotation)
         kinds = _sections(model.model_fields[section].annotation) if section in model.model_fields else ()
         if len(kinds) > 1 and last == "name" and _name(table, model.model_fields[section].default) != value:
             table.clear()
@@ -344,6 +352,9 @@ def _as_toml(text: str) -> Any:
 def _annotation(annotation: Any, path: Sequence[str]) -> Any:
     """Returns the type of the setting at a path; None if there is no such setting."""
     for name in path:
+        if (section := _named_section(annotation)) is not None:
+            annotation = section
+            continue
         kinds = [kind for kind in _sections(annotation) if name in kind.model_fields]
         if not kinds:
             return None
@@ -412,6 +423,12 @@ def _sections(annotation: Any) -> list[type[SettingsSection]]:
     if get_origin(annotation) in (Union, UnionType):
         return [kind for part in get_args(annotation) for kind in _sections(part)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, SettingsSection) else []
+
+
+def _named_section(annotation: Any) -> type[SettingsSection] | None:
+    """Returns the section that each value of a dict by names is, if an annotation is such a dict."""
+    found = _sections(get_args(annotation)[1]) if get_origin(annotation) is dict else []
+    return found[0] if found else None
 
 
 def _is_type_tag(part: str | int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -360,12 +361,57 @@ class ClientEpisodes(SamplingSettings):
     """Deadline of an episode."""
 
 
+def _policy_name(name: str) -> str:
+    if re.fullmatch("[A-Za-z0-9_-]{1,64}", name) is None:
+        raise ValueError(f"{name!r} is no name of a policy: it may have up to 64 letters, digits, - and _")
+    if name == "policy":
+        raise ValueError("'policy' is no name for one of several policies: it is that of the only one")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_policy_name)]
+"""Name of one of several policies, by which agents choose it as their model."""
+
+
+class ServedPolicySettings(SettingsSection):
+    path: Path
+    """Model directory of one of several policies: its tokenizer with a chat template."""
+    tool_parser: Annotated[str, AfterValidator(_tool_parser)] = "auto"
+    """As `gateway.tool_parser`."""
+    train: bool = True
+    """Whether it is trained. Turns of a frozen policy are recorded as context only."""
+    engines: PolicyName | None = None
+    """Policy whose engines serve it; None: it has its own."""
+    adapter: bool = False
+    """Whether these engines serve it as the LoRA adapter of its name."""
+
+
 class GatewayCommand(SettingsSection):
     """Settings of `tidegate gateway`."""
 
     model: ModelSettings
+    policies: dict[PolicyName, ServedPolicySettings] = {}
+    """Policies by name, which requests name as their model; empty: there is one, that of `model.path`."""
     engine: EngineAddresses = EngineAddresses()
     env: Rewards = Rewards()
     gateway: StandaloneGateway = StandaloneGateway()
     limits: DefaultLimits = DefaultLimits()
     clients: ClientEpisodes = ClientEpisodes()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name, policy in self.policies.items():
+            if policy.engines is not None and policy.engines not in self.policies:
+                raise ValueError(f"policies.{name}.engines = {policy.engines!r} is not the name of a policy")
+        if self.policies and self.engine.urls:
+            raise ValueError(
+                "engine.urls does not say which policy an engine serves: add the engines of several policies "
+                "by POST /engines, with their `policy`"
+            )
+        untrained = self.gateway.untrained_models if self.policies else []
+        if unknown := [name for name in untrained if name not in self.policies]:
+            raise ValueError(
+                f"gateway.untrained_models has {unknown[0]!r}, which is no policy, so its calls are refused: "
+                "let auxiliary calls name a policy, with the header x-tidegate-train: no"
+            )
+        return self

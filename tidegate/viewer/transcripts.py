@@ -295,7 +295,8 @@ def _sampled(record: Record, messages: Sequence[Mapping[str, Any]]) -> dict[int,
     """How each reply of the policy came about, by the message's place.
 
     The messages are the newest branch: its turns are found from the newest one, an exempt one only if all
-    are, through the parents, and match the last so many assistant messages (earlier ones were given by the agent).
+    are, through the parents, and match the last so many assistant messages (earlier ones were given by the
+    agent).
     """
     turns = {turn["index"]: turn for turn in mappings(record.get("turns")) if "index" in turn}
     branch: list[Mapping[str, Any]] = []

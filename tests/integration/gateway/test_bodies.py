@@ -167,7 +167,7 @@ async def test_what_cannot_fit_is_refused_without_being_encoded(
 
 async def with_context(stage: Stage, tokens: int) -> None:
     stage.engine.max_context = tokens
-    await eventually(lambda: stage.gateway.pool.max_context == tokens)
+    await eventually(lambda: stage.gateway.pool.max_context() == tokens)
 
 
 async def test_a_history_that_outgrew_the_context_truncates_its_session(stage: Stage) -> None:

@@ -129,8 +129,8 @@ async def test_joined_and_waiting_engines_survive_a_restart_of_the_gateway(tmp_p
     later = Gateway(options)
     await later.start()
     assert [engine.record for engine in later.pool.engines()] == [
-        ("http://127.0.0.1:5", ("http://127.0.0.1:5",), False, True),
-        ("http://127.0.0.1:6", ("http://127.0.0.1:7",), True, False),
+        ("http://127.0.0.1:5", ("http://127.0.0.1:5",), False, True, ""),
+        ("http://127.0.0.1:6", ("http://127.0.0.1:7",), True, False, ""),
     ]
     assert not (await later.add_engine("http://127.0.0.1:8")).admitted
     await later.close()

@@ -222,7 +222,7 @@ async def narrow(stage: Stage, context: int) -> None:
     stage.engine.max_context = context
     await stage.client.remove_engine(stage.engine.url)
     await stage.client.add_engine(stage.engine.url)
-    await eventually(lambda: stage.gateway.pool.max_context == context)
+    await eventually(lambda: stage.gateway.pool.max_context() == context)
 
 
 async def test_a_prompt_over_the_budget_is_refused_and_never_cut(stage: Stage) -> None:

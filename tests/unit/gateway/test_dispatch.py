@@ -428,3 +428,40 @@ async def test_waiting_calls_follow_when_a_candidate_comes_and_goes() -> None:
     assert [flow for flow, _ in caller.served[3:]] == ["user", "canary"]
     assert {one.url for _, one in caller.served[3:]} == {"live"}
     assert caller.pool.waiting == 0
+
+
+# -- policies
+
+
+async def test_a_call_goes_to_an_engine_of_its_policy_and_waits_for_one_while_others_are_free() -> None:
+    mine, other = engine("mine"), engine("other", limit=4)
+    mine.policy, other.policy = "solver", "verifier"
+    pool = dispatch(mine, other)
+    solver = [Affinity(key, key, policy="solver") for key in KEYS[:3]]
+    assert await pool.acquire(solver[0]) is mine
+    waiting = [asyncio.ensure_future(pool.acquire(seat)) for seat in solver[1:]]
+    await asyncio.sleep(0)
+    assert await pool.acquire(Affinity("v", "v", policy="verifier")) is other
+    assert (pool.waiting, other.busy) == (2, 1)
+    pool.release(other)
+    assert pool.waiting == 2
+    mine.healthy = False
+    pool.requeue(mine)
+    assert pool.assign(solver[0]) is None, "the other policy's engine does not count"
+    pool.dispatch_waiting(other)
+    assert pool.waiting == 2
+    mine.healthy = True
+    pool.release(mine)
+    assert await waiting[0] is mine
+    pool.release(mine)
+    assert await waiting[1] is mine
+
+
+async def test_a_candidate_of_one_policy_changes_nothing_for_another() -> None:
+    mine, other, candidate = engine("mine"), engine("other"), engine("candidate")
+    mine.policy = "solver"
+    other.policy = candidate.policy = "verifier"
+    pool = dispatch(mine, other, candidate)
+    pool.regroup(["candidate"])
+    draws = [Affinity("s", "s", True, policy=name) for name in ("solver", "verifier")]
+    assert [sits(pool, seat) for seat in draws] == [mine, candidate]

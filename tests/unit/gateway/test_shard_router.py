@@ -16,7 +16,7 @@ from tidegate.gateway.sharding.proxy import ReverseProxy
 from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.gateway.sharding.shard import shard_of_id
 
-ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True}
+ENGINE = {"url": "http://127.0.0.1:30000", "control": [], "admitted": True, "policy": "solver"}
 
 
 def request(method: str, body: Any) -> Request:

@@ -44,24 +44,25 @@ class Driver:
         self.ids += count
         return np.arange(self.ids - count, self.ids, dtype=np.int32)
 
-    def begin(self, messages: list[Message], tools: Any = None) -> Any:
-        place = self.tree.attach(messages, tools, {})
+    def begin(self, messages: list[Message], tools: Any = None, policy: str = "") -> Any:
+        place = self.tree.attach(messages, tools, {}, policy=policy)
         delta = self.fresh(1 + len(messages) - place.start)
         return place, delta, self.tree.prompt(place.parent, delta), messages[place.start :]
 
-    def end(self, begun: Any, reply: Message, delivered: bool = True) -> Turn:
+    def end(self, begun: Any, reply: Message, delivered: bool = True, policy: str = "") -> Turn:
         place, delta, prompt, new = begun
         output = self.fresh(3)
         turn = Turn(
-            -1, place.parent, delta, output, np.zeros(3, np.float32), (), "stop", 1.0, delivered=False
-        )
+            -1, place.parent, delta, output, np.zeros(3, np.float32), (), "stop", 1.0, delivered=False,
+            policy=policy,
+        )  # fmt: skip
         self.tree.append(turn, prompt, place, new, reply, TurnRequestInfo())
         if delivered:
             self.tree.mark_delivered(turn.index)
         return turn
 
-    def turn(self, messages: list[Message], reply: Message, tools: Any = None) -> Turn:
-        return self.end(self.begin(messages, tools), reply)
+    def turn(self, messages: list[Message], reply: Message, tools: Any = None, policy: str = "") -> Turn:
+        return self.end(self.begin(messages, tools, policy), reply, policy=policy)
 
 
 def test_a_follow_up_extends_the_recorded_ids() -> None:
@@ -348,3 +349,19 @@ def test_a_thousand_turns_hold_each_token_once() -> None:
         messages = [*messages, said(f"r{number}")]
     assert sum(len(turn.delta_ids) + len(turn.output_ids) for turn in driver.tree.turns()) == driver.ids
     assert all(turn.branch is None for turn in driver.tree.turns())
+
+
+def test_a_turn_of_another_policy_is_never_extended() -> None:
+    driver = Driver()
+    driver.turn([user("a")], said("b"), policy="solver")
+    shown = [user("a"), said("b"), user("c")]
+    other = driver.turn(shown, said("d"), policy="verifier")
+    assert (other.parent, other.branch) == (None, "policy: turn 0, the newest, is of policy 'solver'")
+    again = driver.turn(shown, said("d"), policy="solver")
+    assert (again.parent, again.branch) == (0, "policy: turn 1, the newest, is of policy 'verifier'")
+    alone = driver.turn([user("a")], said("b"), policy="verifier")
+    assert (alone.parent, alone.branch) == (None, "rewound: 1 messages, the last request had 3")
+    restored = TurnTree.restored(driver.tree.nodes)
+    for policy, parent in (("solver", 2), ("verifier", 1), ("critic", None), ("", None)):
+        place = restored.attach([*shown, said("d"), user("e")], None, {}, record=False, policy=policy)
+        assert place.parent == parent

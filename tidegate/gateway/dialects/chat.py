@@ -147,7 +147,7 @@ class ChatEvents(choices.ChoiceEvents):
         return self._chunk(choice, {"delta": delta})
 
 
-def models(name: str, single: bool) -> bytes:
+def models(names: Sequence[str], single: bool) -> bytes:
     """Returns the response body of `GET /models`, or of `GET /models/{name}` if `single`."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "tidegate"}
-    return orjson.dumps(model if single else {"object": "list", "data": [model]})
+    found = [{"id": name, "object": "model", "created": 0, "owned_by": "tidegate"} for name in names]
+    return orjson.dumps(found[0] if single else {"object": "list", "data": found})

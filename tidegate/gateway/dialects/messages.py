@@ -323,9 +323,9 @@ def error(refusal: ApiError) -> bytes:
     return orjson.dumps({"type": "error", "error": payload})
 
 
-def models(name: str, single: bool) -> bytes:
+def models(names: Sequence[str], single: bool) -> bytes:
     """Returns the response body of `GET /models`, or of `GET /models/{name}` if `single`."""
-    epoch = "1970-01-01T00:00:00Z"
-    model = {"type": "model", "id": name, "display_name": name, "created_at": epoch, "lifecycle": "active"}
-    listed = {"data": [model], "has_more": False, "first_id": name, "last_id": name}
-    return orjson.dumps(model if single else listed)
+    fixed = {"created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    found = [{"type": "model", "id": name, "display_name": name, **fixed} for name in names]
+    listed = {"data": found, "has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return orjson.dumps(found[0] if single else listed)

@@ -6,6 +6,9 @@ Otherwise the call waits in a bounded queue that is fair between sessions, and b
 conversations and episodes count as one. Calls that arrived while no engine
 was in rotation wait for any engine, ahead of later calls that wait for a particular one.
 
+Each engine serves the calls of one policy, or of several that share it. The calls of other policies wait for
+other engines.
+
 Engines with a candidate version serve the sessions that are to sample from it, and no others. Without such
 engines these sessions are served by the others.
 """
@@ -13,9 +16,11 @@ engines these sessions are served by the others.
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.engine import Affinity, EngineEndpoint
@@ -27,6 +32,13 @@ SLACK = 0.25
 
 class QueueFullError(EngineError):
     """The queue is full; nothing was sampled for the refused call."""
+
+
+class _Part(NamedTuple):
+    """The engines that may serve a call."""
+
+    policy: str
+    candidate: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +58,8 @@ class Dispatcher:
         self._tickets = Tickets()
         self._queues: dict[EngineEndpoint, FairQueue[_Waiter]] = {}
         """Waiting calls by preferred engine."""
-        self._unassigned: dict[bool, FairQueue[_Waiter]] = {False: FairQueue(), True: FairQueue()}
-        """Calls that found no engine in rotation, by whether they wait for one with the candidate."""
+        self._unassigned: defaultdict[_Part, FairQueue[_Waiter]] = defaultdict(FairQueue)
+        """Calls that found no engine in rotation, by the engines for which they wait."""
 
     def add(self, engine: EngineEndpoint) -> None:
         self.engines[engine.url] = engine
@@ -67,11 +79,11 @@ class Dispatcher:
         """Return the engine of a session, assigning one if needed; None if no engine is in rotation."""
         if affinity.engine is not None and self._suits(affinity.engine, affinity):
             return affinity.engine
-        candidate = self._takes_candidate(affinity)
+        part = self._part(affinity)
         loads = {
             url: engine.assigned_sessions
             for url, engine in self.engines.items()
-            if engine.serves and engine.candidate == candidate
+            if engine.serves and _part_of(engine) == part
         }
         if not loads:
             return None
@@ -85,7 +97,7 @@ class Dispatcher:
         share; a call that was admitted before is never refused."""
         assigned = self.assign(affinity)
         free = assigned is not None and assigned.has_free_slot
-        engine = assigned if free else self._least_busy(self._takes_candidate(affinity))
+        engine = assigned if free else self._least_busy(self._part(affinity))
         if engine is not None:
             engine.busy += 1
             return engine
@@ -145,32 +157,35 @@ class Dispatcher:
     def _all_queues(self) -> list[FairQueue[_Waiter]]:
         return [*self._queues.values(), *self._unassigned.values()]
 
-    def _takes_candidate(self, affinity: Affinity) -> bool:
-        """Whether the session's calls go to an engine with the candidate version."""
-        return affinity.candidate and any(engine.candidate for engine in self.engines.values())
+    def _part(self, affinity: Affinity) -> _Part:
+        """Return the engines to which the session's calls go: those of their policy, with the candidate
+        version or without it."""
+        engines = self.engines.values()
+        takes = affinity.candidate and any(
+            engine.candidate and engine.policy == affinity.policy for engine in engines
+        )
+        return _Part(affinity.policy, takes)
 
     def _suits(self, engine: EngineEndpoint, affinity: Affinity) -> bool:
         """Whether an engine may serve the session's calls."""
-        return engine.serves and engine.candidate == self._takes_candidate(affinity)
+        return engine.serves and _part_of(engine) == self._part(affinity)
 
     def _waiting_for(self, engine: EngineEndpoint) -> list[FairQueue[_Waiter]]:
         """Return the queues from which the engine takes its next call; none if no call waits for it."""
         if not self.waiting:
             return []
-        own = [queue for queue in (self._queues.get(engine), self._unassigned[engine.candidate]) if queue]
-        return own or [
-            queue for other, queue in self._queues.items() if queue and other.candidate == engine.candidate
-        ]
+        part = _part_of(engine)
+        own = [queue for queue in (self._queues.get(engine), self._unassigned.get(part)) if queue]
+        return own or [queue for other, queue in self._queues.items() if queue and _part_of(other) == part]
 
-    def _least_busy(self, candidate: bool) -> EngineEndpoint | None:
+    def _least_busy(self, part: _Part) -> EngineEndpoint | None:
         engines = self.engines.values()
-        free = [engine for engine in engines if engine.has_free_slot and engine.candidate == candidate]
+        free = [engine for engine in engines if engine.has_free_slot and _part_of(engine) == part]
         return min(free, key=lambda engine: engine.busy / engine.limit, default=None)
 
     def _enqueue(self, engine: EngineEndpoint | None, waiter: _Waiter) -> None:
         waiter.affinity.disruptions += engine is None
-        candidate = self._takes_candidate(waiter.affinity)
-        queue = self._unassigned[candidate] if engine is None else self._queues[engine]
+        queue = self._unassigned[self._part(waiter.affinity)] if engine is None else self._queues[engine]
         queue.push(waiter.ticket, waiter)
         self.waiting += 1
 
@@ -180,6 +195,10 @@ class Dispatcher:
                 self.waiting -= 1
                 self._tickets.withdraw(waiter.affinity.flow)
                 return
+
+
+def _part_of(engine: EngineEndpoint) -> _Part:
+    return _Part(engine.policy, engine.candidate)
 
 
 def rank(key: str, members: Iterable[str]) -> list[str]:

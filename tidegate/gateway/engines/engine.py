@@ -22,7 +22,7 @@ class EngineRecord(NamedTuple):
     joined: bool = False
     admitted: bool = True
     policy: str = ""
-    """Name of the policy that it serves; empty in a run with one policy."""
+    """Name of the policy, or of the first one, that it serves; empty in a run with one policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class EngineEndpoint:
     max_context: int | None = None
     _: KW_ONLY
     policy: str = ""
-    """Name of the policy that it serves; empty in a run with one policy."""
+    """Name of the policy, or of the first one, that it serves; empty in a run with one policy."""
     weight_version: str | None = None
     version: int | None = None
     """Oldest version of its weights, and of those behind a router, when all reported one; None: never."""
@@ -135,9 +135,9 @@ class EngineEndpoint:
 
 @dataclass(eq=False, slots=True)
 class Affinity:
-    """The engine of a session, whose cache holds the session's prefix. `flow` is the unit of fair queueing:
-    the session id, or the project key. `key` is hashed to choose the engine: the group id if there is one,
-    because the slots of a group share a prompt."""
+    """The engine of a session's calls to one policy, whose cache holds their prefix. `flow` is the unit of
+    fair queueing: the session id, or the project key. `key` is hashed to choose the engine: the group id if
+    there is one, because the slots of a group share a prompt."""
 
     flow: str
     key: str
@@ -146,6 +146,8 @@ class Affinity:
     engine: EngineEndpoint | None = None
     disruptions: int = 0
     """Calls of the session that found no engine in rotation, or whose engine failed."""
+    policy: str = ""
+    """`EngineEndpoint.policy` of the engines that serve its calls."""
 
     def assign(self, engine: EngineEndpoint) -> None:
         self.release()

@@ -86,7 +86,7 @@ class EnginePool:
                 self._options,
                 self._changed,
                 trainer_managed=lambda: self.trainer_managed,
-                others_serve=lambda: any(other.serves for other in self.engines()),
+                others_serve=lambda: any(one.serves for one in self.engines(record.policy)),
             )
             probe.task.add_done_callback(self._probe_ended)
             self._probes[engine] = probe
@@ -110,8 +110,10 @@ class EnginePool:
     def get(self, url: str) -> EngineEndpoint | None:
         return self._dispatch.engines.get(url.rstrip("/"))
 
-    def engines(self) -> list[EngineEndpoint]:
-        return list(self._dispatch.engines.values())
+    def engines(self, policy: str | None = None) -> list[EngineEndpoint]:
+        """Returns the engines, or those of a policy."""
+        engines = self._dispatch.engines.values()
+        return [engine for engine in engines if policy is None or engine.policy == policy]
 
     def set_candidate(self, urls: Collection[str], share: float) -> None:
         """Sets which engines have a candidate version, and which share of the new conversations they serve.
@@ -133,10 +135,10 @@ class EnginePool:
     def waiting(self) -> int:
         return self._dispatch.waiting
 
-    @property
-    def max_context(self) -> int | None:
-        """Smallest context length that an engine reports; None if none does."""
-        return min((engine.max_context for engine in self.engines() if engine.max_context), default=None)
+    def max_context(self, policy: str = "") -> int | None:
+        """Smallest context length that an engine of a policy reports; None if none does."""
+        engines = self.engines(policy)
+        return min((engine.max_context for engine in engines if engine.max_context), default=None)
 
     def _changed(self, engine: EngineEndpoint) -> None:
         if engine.url not in self._dispatch.engines:
@@ -176,7 +178,7 @@ class EnginePool:
         engine: EngineEndpoint | None = None
         failures, last, fresh = 0, "no engine in rotation", True
         load: str | None = None
-        request.load = lambda: self._load(engine)
+        request.load = lambda: self._load(engine, affinity.policy)
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 request.on_close = lambda: self._close(request, timeout)
@@ -227,14 +229,14 @@ class EnginePool:
         finally:
             request.on_close = lambda: None  # an ended timeout cannot be rescheduled
 
-    def _load(self, engine: EngineEndpoint | None) -> str | None:
-        """Describes the load of the engines; None if the one that has the call, or every one, is lost.
+    def _load(self, engine: EngineEndpoint | None, policy: str) -> str | None:
+        """Describes the load of a policy's engines; None if the one that has the call, or every one, is lost.
 
         An engine is lost once it is out of rotation, or has left a probe unanswered and delivered no token.
         """
         silent_s = self._options.probe_every_s + self._options.probe_timeout_s
         since = asyncio.get_running_loop().time() - silent_s
-        serving = [one for one in self.engines() if one.serves and one.seen >= since]
+        serving = [one for one in self.engines(policy) if one.serves and one.seen >= since]
         if not serving or (engine is not None and engine not in serving):
             return None
         rate, running = sum(one.rate for one in serving), sum(one.busy for one in serving)

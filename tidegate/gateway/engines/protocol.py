@@ -63,6 +63,8 @@ class GenerateRequest:
     """Whether the ids that top-p, top-k and min-p keep are requested, and logprobs among them."""
     experts_start: int | None = None
     """Index of the prompt's token from which on the experts of tokens are requested; None: they are not."""
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: that which the engine serves without a name, or none."""
     closed: bool = False
     """The client closed the stream; the tokens so far are the reply."""
     on_close: Callable[[], None] = lambda: None
@@ -219,6 +221,8 @@ def request_body(
         "stream": request.should_stream(result),
         "rid": rid,
     }
+    if request.adapter:
+        body["lora_path"] = request.adapter
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
     if request.sampling_mask:

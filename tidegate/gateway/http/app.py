@@ -279,7 +279,7 @@ def _add_engines(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/engines")
     async def add_engine(body: schemas.AddEngine) -> dict[str, Any]:
-        return (await gateway.add_engine(body.url, body.control, body.admitted)).to_wire()
+        return (await gateway.add_engine(body.url, body.control, body.admitted, body.policy)).to_wire()
 
     @app.patch("/engines")
     async def admit_engine(body: schemas.AdmitEngine) -> dict[str, Any]:
@@ -306,7 +306,8 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/ready")
     async def ready(response: Response) -> dict[str, bool]:
-        ready = any(engine.serves for engine in gateway.pool.engines())
+        serving = {engine.policy for engine in gateway.pool.engines() if engine.serves}
+        ready = serving >= gateway.policies.engine_sets
         if not ready:
             response.status_code = 503
         return {"ready": ready}

@@ -21,7 +21,6 @@ from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.service import exact
-from tidegate.types import MODEL_NAME
 
 ACCEPT_S = 10.0
 """Seconds for which the response to `finish` waits for the reward."""
@@ -138,7 +137,7 @@ def _row(gateway: Gateway, session: GatewaySession, finish_key: str, root: str) 
         "mcp_url": f"{url}/mcp",
         "api_key": api_key_of(finish_key, gateway.options.id_prefix),
         "finish_key": finish_key,
-        "model": MODEL_NAME,
+        "model": gateway.policies.default.model,
         "seed": session.seed,
         "deadline_s": session.deadline_s,
         "heartbeat_s": session.offer_heartbeat_s,

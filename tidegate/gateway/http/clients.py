@@ -23,7 +23,6 @@ from tidegate.gateway.ids import api_key_of
 from tidegate.gateway.turns.redaction import redact_text, redact_value
 from tidegate.gateway.turns.request_body import read_body
 from tidegate.service import exact
-from tidegate.types import MODEL_NAME
 
 LONGEST_WAIT_S = 60.0
 _GROUP = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -77,7 +76,7 @@ class ClientRoutes:
             "base_url": f"{root}/s/{session.id}/v1",
             "api_key": api_key_of(key, gateway.options.id_prefix),
             "finish_key": key,
-            "model": MODEL_NAME,
+            "model": gateway.policies.default.model,
             "deadline_s": session.deadline_s,
         }
         await respond(send, 200, exact.dumps(row))

@@ -23,7 +23,6 @@ from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_body, redact_text
 from tidegate.gateway.turns.request_body import LARGE, ClientGone, read_body
 from tidegate.gateway.turns.request_reader import RequestReader
-from tidegate.types import MODEL_NAME
 
 log = logging.getLogger("tidegate.gateway")
 TRAIN_HEADER = b"x-tidegate-train"
@@ -68,7 +67,8 @@ class DialectEndpoint:
         except Exception as error:  # noqa: BLE001 - logged and returned to the client as an internal error
             await refuse(send, self._dialect, internal_error(session, error), gateway.metrics)
             return
-        model = ServedModel(MODEL_NAME, gateway.renderer.token_text, gateway.turns.prompts.thought_end)
+        policy = gateway.policies.by_name[calls[0].policy]
+        model = ServedModel(policy.model, policy.renderer.token_text, policy.prompts.thought_end)
         writer = ResponseWriter(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
         await writer.run(receive, send)
 
@@ -93,6 +93,7 @@ class DialectEndpoint:
         async with RequestReader(session, gateway.turns, gateway.threads) as reader:
             body = await reader.body(receive)
             parsed = await reader.parse(body, _position(dialect_name, 0))
+            policy = reader.choose(gateway.policies.of(parsed.value.get("model")).prompts)
             await gateway.turns.wait_for_closed_streams(session, parsed.text)
             request = await reader.read(
                 parsed,
@@ -100,7 +101,11 @@ class DialectEndpoint:
                 lambda request: request.turn_requests,
             )
             await gateway.turns.wait_for_closed_streams(session, turn_requests=request.turn_requests)
-            exempt = exemption_reason(session, parsed.value, headers) or untrained_key(gateway, session)
+            exempt = (
+                exemption_reason(session, parsed.value, headers)
+                or untrained_key(gateway, session)
+                or policy.exempt
+            )
             try:
                 for index, turn_request in enumerate(request.turn_requests):
                     position = _position(dialect_name, index)
@@ -109,6 +114,7 @@ class DialectEndpoint:
                         digest=await reader.digest(position, body, first=index == 0),
                         idempotency_key=None if key is None else (position + key).decode("latin-1"),
                         exempt=exempt,
+                        policy=policy.name,
                         retry=retry,
                     )
                     calls.append(await reader.call(turn_request))
@@ -157,6 +163,7 @@ class CountEndpoint:
     async def _tokens(self, session: GatewaySession, receive: Receive) -> int:
         async with RequestReader(session, self._gateway.turns, self._gateway.threads) as reader:
             parsed = await reader.parse(await reader.body(receive))
+            reader.choose(self._gateway.policies.of(parsed.value.get("model")).prompts)
             turn_request = await reader.read(
                 parsed, messages.read_prompt, lambda request: [request], record_overflow=False
             )
@@ -172,16 +179,16 @@ class ModelsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         dialect = messages if b"anthropic-version" in headers else chat
-        name = scope["path_params"].get("name")
+        name, models = scope["path_params"].get("name"), self._gateway.policies.models
         try:
             if client_name(self._gateway, scope, headers) is None:
                 authenticate(self._gateway, scope, headers)
-            if name not in (None, MODEL_NAME):
-                raise unknown_model(name, MODEL_NAME)
+            if name is not None and name not in models:
+                raise unknown_model(name, models)
         except ApiError as refusal:
             await refuse(send, dialect, refusal, self._gateway.metrics)
             return
-        await respond(send, 200, dialect.models(MODEL_NAME, single=name is not None))
+        await respond(send, 200, dialect.models([name] if name else models, single=name is not None))
 
 
 def exemption_reason(

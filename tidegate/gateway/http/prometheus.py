@@ -29,8 +29,9 @@ def collect(gateway: Gateway) -> Iterator[Metric]:
     ratio = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
     yield from metrics_of(PREFIX, metrics)
     yield gauge("tidegate_cache_hit_ratio", ratio)
-    yield counter(f"{PREFIX}_shielded_requests", gateway.renderer.escaped_requests)
-    yield counter(f"{PREFIX}_dropped_frames", gateway.renderer.invalidated_templates)
+    renderers = list(gateway.policies.renderers())
+    yield counter(f"{PREFIX}_shielded_requests", sum(one.escaped_requests for one in renderers))
+    yield counter(f"{PREFIX}_dropped_frames", sum(one.invalidated_templates for one in renderers))
     yield gauge(f"{PREFIX}_sessions", states, "state")
     yield gauge(f"{PREFIX}_groups", group_states, "state")
     yield gauge(f"{PREFIX}_conversations", conversations)

@@ -245,6 +245,9 @@ class AddEngine(EngineUrl):
     admitted: bool | None = None
     """Set by a trainer: whether the engine has the current version and receives calls. None: the engine waits
     for the trainer, if one manages the gateway."""
+    policy: str = ""
+    """Name of the policy that it serves, of several that share it the first one. Empty: there is one only, or
+    the engine was added before."""
 
 
 class AdmitEngine(EngineUrl):

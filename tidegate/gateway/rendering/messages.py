@@ -222,6 +222,7 @@ def chain(key: bytes, form: Message) -> bytes:
     return blake2b(meaning(form), digest_size=16, key=key).digest()
 
 
-def root_key(tools: Any, options: Any) -> bytes:
-    what = exact.dumps((tools or None, options or None), orjson.OPT_SORT_KEYS)
+def root_key(tools: Any, options: Any, policy: str = "") -> bytes:
+    named = (policy,) if policy else ()
+    what = exact.dumps((tools or None, options or None, *named), orjson.OPT_SORT_KEYS)
     return blake2b(what, digest_size=16).digest()

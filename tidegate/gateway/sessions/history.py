@@ -28,6 +28,8 @@ class RequestHistory:
     options: Any = None
     messages: list[Message] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    policy: str = ""
+    """Name of the policy that the request chose."""
 
     @property
     def history_hash(self) -> bytes:
@@ -85,11 +87,13 @@ class RequestHistories:
     def drop_newest(self) -> None:
         del self._histories[:1]
 
-    def add_request(self, messages: Sequence[Message], tools: Any, options: Any) -> RequestHistory:
+    def add_request(
+        self, messages: Sequence[Message], tools: Any, options: Any, policy: str = ""
+    ) -> RequestHistory:
         """Adds a request. Raises ApiError, without any change, for messages that cannot be rendered."""
         newest = self.newest
-        same = tools == newest.tools and options == newest.options
-        tools_hash = newest.tools_hash if same else root_key(tools, options)
+        same = policy == newest.policy and tools == newest.tools and options == newest.options
+        tools_hash = newest.tools_hash if same else root_key(tools, options, policy)
         nearest, shared = self._find_nearest(tools_hash, messages)
         hashes = nearest.hashes[:shared] if nearest is not None else []
         history_hash = hashes[-1] if hashes else tools_hash
@@ -97,7 +101,7 @@ class RequestHistories:
             history_hash = chain(history_hash, template_form(messages[index], index))
             hashes.append(history_hash)
         stored = nearest.messages[:shared] if nearest is not None else []
-        history = RequestHistory(tools_hash, tools, options, [*stored, *messages[shared:]], hashes)
+        history = RequestHistory(tools_hash, tools, options, [*stored, *messages[shared:]], hashes, policy)
         # A branch keeps the earlier history: its conversation may continue, too.
         if nearest is not None and shared == len(nearest.messages):
             self._histories.remove(nearest)

@@ -35,6 +35,7 @@ class ModelCall:
     reader: ReplyReader
     _: KW_ONLY
     branch: str | None = None
+    policy: str = ""
     exempt: str | None = None
     structured: str | None = None
     idempotency_key: str | None = None
@@ -140,6 +141,7 @@ class ModelCall:
             top_logprobs=top_logprobs,
             kept_ids=np.concatenate(kept) if kept else None,
             kept_counts=np.array([len(ids) for ids in kept], dtype=np.int32) if kept else None,
+            policy=self.policy,
         )
         if result.experts is not None:
             turn.experts = result.experts[: turn.routed_tokens].reshape(-1)

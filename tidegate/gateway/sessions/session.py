@@ -122,6 +122,9 @@ class GatewaySession(SessionRequest):
     state_lost: str | None = None
     """Why its environment's state is lost, if it is: the session ends as `infra_error`."""
     affinity: Affinity = field(init=False)
+    """That of the only policy."""
+    affinities: dict[str, Affinity] = field(init=False, default_factory=dict)
+    """Those of named policies."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards posted during the run, by name."""
     turn_rewards: dict[int, dict[str, float]] = field(default_factory=dict)
@@ -167,6 +170,15 @@ class GatewaySession(SessionRequest):
         flow = self.id if self.client is None else f"key {self.client}"
         self.affinity = Affinity(flow, self.group_id or self.id, self.candidate)
 
+    def affinity_of(self, policy: str, engines: str) -> Affinity:
+        """Returns the affinity of the session's calls to a policy, which `engines` serve."""
+        if not policy:
+            return self.affinity
+        if (found := self.affinities.get(policy)) is None:
+            own = self.affinity
+            found = self.affinities[policy] = Affinity(own.flow, own.key, own.candidate, policy=engines)
+        return found
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:  # for attributes that are not set
@@ -190,7 +202,7 @@ class GatewaySession(SessionRequest):
     @property
     def engine_outage(self) -> str | None:
         """Describes how often its calls had no engine, which costs time; None if never."""
-        number = self.affinity.disruptions
+        number = sum(one.disruptions for one in (self.affinity, *self.affinities.values()))
         return f"no engine was available, or it was lost, {number} times during its calls" if number else None
 
     def note_slow(self, load: str, since: float, *, given_up: bool = False) -> None:
@@ -234,7 +246,8 @@ class GatewaySession(SessionRequest):
         self.calls.cancel_all(session_closed(self.closed))
         self.tool_calls.cancel_all()
         self.body_prefixes.clear()
-        self.affinity.release()
+        for affinity in (self.affinity, *self.affinities.values()):
+            affinity.release()
 
     def stop(self, reason: str) -> None:
         """Closes the session and cancels its reward, before it is deleted."""

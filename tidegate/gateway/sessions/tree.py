@@ -39,7 +39,7 @@ class Attachment(NamedTuple):
     branch_reason: str | None
     """Reason that the request does not extend the newest turn; None if it does."""
     tools_hash: bytes = b""
-    """Hash of the request's tools and template options."""
+    """Hash of the request's tools and template options, and of its policy if this has a name."""
     quoted_ids: int | None = None
     """Number of the parent's output ids that the request quotes, if the client closed that reply's stream;
     −1 while the number is unknown."""
@@ -88,14 +88,15 @@ class TurnTree:
         options: Any,
         render_alike: Alike = lambda recorded, sent: False,
         record: bool = True,
+        policy: str = "",
     ) -> Attachment:
-        """Finds the longest recorded history that `messages` extends, by meaning or by rendered text. With
-        `record`, later requests are compared with this one, to give the reason of a branch. Raises ApiError
-        for messages that cannot be rendered."""
+        """Finds the longest recorded history of a policy that `messages` extends, by meaning or by rendered
+        text. With `record`, later requests are compared with this one, to give the reason of a branch. Raises
+        ApiError for messages that cannot be rendered."""
         if self.nodes and not self._histories:
             self._restore_histories()
         earlier = self._histories.all()
-        history = self._histories.add_request(messages, tools, options)
+        history = self._histories.add_request(messages, tools, options, policy)
         parent, start = self._extended_turn(history)
         while self._renders_alike(history, parent, start, render_alike):
             parent, start = self._extended_turn(history)
@@ -181,7 +182,8 @@ class TurnTree:
         continued = {node.turn.parent for node in self.nodes}
         ends = [node for node in self.nodes if node.reply_hash and node.turn.index not in continued]
         for node in ends[-MAX_HISTORIES:]:
-            history = RequestHistory(node.tools_hash, messages=self.history(node.turn.index)[:-1])
+            messages = self.history(node.turn.index)[:-1]
+            history = RequestHistory(node.tools_hash, messages=messages, policy=node.turn.policy)
             for index, message in enumerate(history.messages):
                 history.hashes.append(chain(history.history_hash, template_form(message, index)))
             self._histories.add(history)
@@ -189,13 +191,27 @@ class TurnTree:
     def _branch_reason(
         self, history: RequestHistory, earlier: list[RequestHistory], parent: int | None, start: int
     ) -> str | None:
-        newest = len(self.nodes) - 1
-        if newest < 0 or parent == newest:
-            return None
+        newest = self.newest_of(history.policy)
+        if newest is None or parent == newest:
+            return self.changes_policy(history.policy)
         same = self._by_history_hash.get(history.history_hash)
         if same is not None:
             return f"resampled: the messages of turn {same} again"
+        earlier = [one for one in earlier if one.policy == history.policy]
         return branch_reason(history, earlier, parent, start, newest)
+
+    def newest_of(self, policy: str) -> int | None:
+        """Returns the index of the newest turn of a policy; None if it has none."""
+        own = (node.turn.index for node in reversed(self.nodes) if node.turn.policy == policy)
+        return next(own, None)
+
+    def changes_policy(self, policy: str) -> str | None:
+        """Returns the reason that the newest turn of a policy is continued, or its first one begun, though
+        another policy sampled the newest turn of all; None if the same one did."""
+        newest = self.nodes[-1].turn if self.nodes else None
+        if newest is None or newest.policy == policy:
+            return None
+        return f"policy: turn {newest.index}, the newest, is of policy {newest.policy!r}"
 
     def prompt(self, parent: int | None, delta: Ids) -> Ids:
         """Returns the prompt of a request that adds `delta` to turn `parent`; shape [prompt]."""

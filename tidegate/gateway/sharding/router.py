@@ -223,6 +223,7 @@ class ShardRouter:
                 "url": row["url"],
                 "control": row["control"],
                 "admitted": admitted,
+                "policy": row["policy"],
             }
         elif done:
             self.fleet.engines.pop(engine["url"].rstrip("/"), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -40,9 +40,14 @@ class TurnPipeline:
     """Attaches requests to their session's tree, samples the replies and records the turns."""
 
     def __init__(
-        self, prompts: PromptBuilder, pool: EnginePool, metrics: GatewayMetrics, journal: Journal
+        self,
+        prompts: Mapping[str, PromptBuilder],
+        pool: EnginePool,
+        metrics: GatewayMetrics,
+        journal: Journal,
     ) -> None:
         self.prompts = prompts
+        """By the name of their policy."""
         self._pool = pool
         self._metrics = metrics
         self._journal = journal
@@ -61,6 +66,7 @@ class TurnPipeline:
         now = asyncio.get_running_loop().time()
         # Before the search for a repeated call: the record of a session that has ended must not change.
         session.check_open(now)
+        prompts = self.prompts[request.policy]
         repeated = session.calls.find_repeated(request.digest, request.idempotency_key, request.retry)
         # The turn has only the part that was delivered before the client closed the stream; its retry
         # wants a complete reply.
@@ -72,7 +78,7 @@ class TurnPipeline:
         if isinstance(repeated, ModelCall):
             return repeated
         if isinstance(repeated, TurnNode):
-            call = self.prompts.recorded_call(request, repeated)
+            call = prompts.recorded_call(request, repeated)
             self._start(session, call, self._repeat(session, call, repeated))
         else:
             # After the search: a retry uses nothing of a budget, so an exhausted one must not refuse it.
@@ -80,15 +86,15 @@ class TurnPipeline:
             if rendered is None:
                 if not inline:
                     raise LargeText
-                attachment = self.prompts.attach(session, request)
+                attachment = prompts.attach(session, request)
                 try:
-                    rendered = self.prompts.render(session, request, attachment, inline=True)
+                    rendered = prompts.render(session, request, attachment, inline=True)
                 except LargeText as error:
                     # The request is attached again for the thread, and is then compared with itself,
                     # which yields no reason.
                     error.branch_reason = None if attachment is None else attachment.branch_reason
                     raise
-            call = self.prompts.prepare(session, request, rendered, token_budget)
+            call = prompts.prepare(session, request, rendered, token_budget)
             # No await since the search for a repeated call: a retry in between would start a second
             # generation.
             session.calls.add(call)
@@ -113,11 +119,12 @@ class TurnPipeline:
     async def _generate(self, session: GatewaySession, call: ModelCall) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
         # Disruptions of earlier calls do not explain the failure of this one.
-        before, began = session.affinity.disruptions, asyncio.get_running_loop().time()
+        affinity = session.affinity_of(call.policy, self.prompts[call.policy].policy.engines)
+        before, began = affinity.disruptions, asyncio.get_running_loop().time()
         try:
-            result = await self._pool.sample(call.engine_request, session.affinity, session.deadline, on_ids)
+            result = await self._pool.sample(call.engine_request, affinity, session.deadline, on_ids)
         except asyncio.CancelledError:
-            if session.affinity.disruptions > before:  # the outage, not the agent, is the cause
+            if affinity.disruptions > before:  # the outage, not the agent, is the cause
                 session.engine_error = session.engine_outage
             # The session may have been closed at its deadline before the timeout of this call had its turn.
             elif asyncio.get_running_loop().time() >= session.deadline and (
@@ -131,13 +138,13 @@ class TurnPipeline:
                 session.engine_error = str(error)
                 # A full queue without a serving engine is an outage, so the timeout that may follow is
                 # not the agent's.
-                session.affinity.disruptions += 1
+                affinity.disruptions += 1
             else:
                 session.note_slow(f"{error}; {load}", began)
             call.refusal = queue_full(str(error))
             return
         except SlowEnginesError as error:
-            if session.affinity.disruptions > before:
+            if affinity.disruptions > before:
                 session.engine_error = session.engine_outage
             session.note_slow(str(error), began)
             call.refusal = session_closed(f"its deadline passed: {error}")
@@ -161,7 +168,7 @@ class TurnPipeline:
             call.reader.finish()
         node = self._append(session, call, result)
         if call.engine_request.closed:
-            self.prompts.mark_delivered(session, node.turn.index)
+            self._mark_delivered(session, node.turn.index)
         # Before the first await: a cancelled task would otherwise leave a turn in the tree that is never
         # written.
         session.unpersisted[node.turn.index] = node
@@ -256,10 +263,13 @@ class TurnPipeline:
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
 
+    def _mark_delivered(self, session: GatewaySession, index: int) -> None:
+        next(iter(self.prompts.values())).mark_delivered(session, index)  # the same for each policy
+
     def deliver(self, session: GatewaySession, call: ModelCall) -> None:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
-        self.prompts.mark_delivered(session, call.recorded.turn.index)
+        self._mark_delivered(session, call.recorded.turn.index)
         session.forget_failures()
 
     def _close(self, session: GatewaySession, call: ModelCall) -> None:
@@ -280,7 +290,7 @@ class TurnPipeline:
         self._metrics.client_closed_turns += 1
         count = call.delivered_ids(node.turn.output_ids.tolist())
         session.tree.truncate(node.turn.index, count, call.reader.message())
-        self.prompts.mark_delivered(session, node.turn.index)
+        self._mark_delivered(session, node.turn.index)
         session.unpersisted[node.turn.index] = node
         self._write(session)
 
@@ -338,6 +348,7 @@ def _log_turn(session: GatewaySession, turn: Turn, prompt_tokens: int) -> None:
         "finish": turn.finish_reason,
         "versions": [span.version for span in turn.version_spans],
         "branch": turn.branch,
+        **({"policy": turn.policy} if turn.policy else {}),
         "seconds": round(turn.seconds, 4),
     }
     access_log.info("%s", orjson.dumps(row).decode())

@@ -52,6 +52,21 @@ class Rendered(NamedTuple):
     """Reason that the template cannot extend the turn that the request follows."""
 
 
+class PolicyRoute(NamedTuple):
+    """A policy, by default the only one, which has no name."""
+
+    name: str = ""
+    engines: str = ""
+    """`EngineEndpoint.policy` of its engines: its name, or that of another policy which shares them."""
+    adapter: bool = False
+    """Whether they serve it as the LoRA adapter of its name."""
+    exempt: str | None = None
+    """Why its turns are not trained on; None if they are."""
+
+
+ONLY = PolicyRoute()
+
+
 class PromptBuilder:
     """Attaches requests to their session's tree and renders the messages that they add. Raises ApiError."""
 
@@ -63,7 +78,9 @@ class PromptBuilder:
         tool_format: ToolCallFormat,
         model_context: int | None,
         structured_output: StructuredOutput = "text",
+        policy: PolicyRoute = ONLY,
     ) -> None:
+        self.policy = policy
         self._renderer = renderer
         self._pool = pool
         self._metrics = metrics
@@ -84,7 +101,7 @@ class PromptBuilder:
     @property
     def context(self) -> int | None:
         """Size of the model's context in tokens, if known."""
-        return self._pool.max_context or self._model_context
+        return self._pool.max_context(self.policy.engines) or self._model_context
 
     def check_fits(self, session: GatewaySession | None, request: TurnRequest, folded: Folded) -> None:
         """Raises ApiError if a lower bound on the prompt's tokens exceeds the context, without encoding it.
@@ -114,7 +131,9 @@ class PromptBuilder:
         def render_alike(recorded: list[Message], sent: list[Message]) -> bool:
             return self._renderer.renders_alike(recorded, sent, tools, options)
 
-        attachment = session.tree.attach(request.messages, tools, options, render_alike, record)
+        attachment = session.tree.attach(
+            request.messages, tools, options, render_alike, record, self.policy.name
+        )
         if attachment.quoted_ids is not None:
             if not record:  # the turn cannot be split, so the complete history is rendered
                 return attachment._replace(parent=None, start=0)
@@ -185,6 +204,7 @@ class PromptBuilder:
             engine_request,
             reader,
             branch=branch,
+            policy=self.policy.name,
             exempt=request.exempt,
             structured=self._sampling_rules.structured(request.sampling, session.split),
             idempotency_key=request.idempotency_key,
@@ -208,6 +228,8 @@ class PromptBuilder:
         engine_request = GenerateRequest(
             prompt, params, budget, stream=request.stream, requested_as=requested_as
         )
+        if self.policy.adapter:
+            engine_request.adapter = self.policy.name
         if request.exempt is None:
             engine_request.top_logprobs = session.sampling.top_logprobs
             engine_request.sampling_mask = session.split == "train" and narrows(params)
@@ -250,6 +272,7 @@ class PromptBuilder:
             node.new_messages,
             engine_request,
             new_reader(),
+            policy=request.policy,
             new_reader=new_reader,
         )
         call.id, call.created = node.request.id, int(node.turn.started)
@@ -325,7 +348,7 @@ class PromptBuilder:
         return Rendered(None, raw_ids(ids, self._renderer.codec.vocabulary))
 
     def _attach_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
-        attachment, delta = attach_raw(session.tree, prompt)
+        attachment, delta = attach_raw(session.tree, prompt, self.policy.name)
         count, parent = attachment.quoted_ids, attachment.parent
         if count is not None and parent is not None:
             text = self._renderer.decode(session.tree.nodes[parent].turn.output_ids[:count].tolist())

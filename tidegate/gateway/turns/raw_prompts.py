@@ -27,12 +27,14 @@ def raw_ids(ids: Sequence[int], vocabulary: int) -> Ids:
     return np.asarray(ids, dtype=np.int32)
 
 
-def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
+def attach_raw(tree: TurnTree, prompt: Ids, policy: str = "") -> tuple[Attachment, Ids]:
     """Returns a prompt's position in the tree and the ids that it adds. A prompt extends the longest recorded
-    sequence that it starts with, compared by ids. Text whose encoding differs from the sampled ids becomes a
-    new root."""
+    sequence of its policy that it starts with, compared by ids. Text whose encoding differs from the sampled
+    ids becomes a new root."""
     children: dict[int | None, list[int]] = {}
     for index, node in enumerate(tree.nodes):
+        if node.turn.policy != policy:
+            continue
         children.setdefault(node.turn.parent, []).append(index)
     parent, start, quoted_ids = None, 0, None
     # A stack and not recursion: a session's turns may be more than Python's recursion limit.
@@ -55,11 +57,12 @@ def attach_raw(tree: TurnTree, prompt: Ids) -> tuple[Attachment, Ids]:
                 if prompt_end + count > start and 0 < count < len(prompt) - prompt_end:
                     parent, start, quoted_ids = index, prompt_end + count, count
     history_hash = blake2b(prompt.tobytes(), digest_size=16, key=_ROOT).digest()
-    newest = len(tree.nodes) - 1
-    branch_reason = None
-    if newest >= 0 and parent is None:
+    newest = tree.newest_of(policy)
+    if parent == newest:
+        branch_reason = tree.changes_policy(policy)
+    elif parent is None:
         branch_reason = "prompt: it does not start with a recorded sequence"
-    elif parent is not None and parent != newest:
+    else:
         branch_reason = f"older: turn {parent} is continued, the newest is turn {newest}"
     return Attachment(parent, 0, history_hash, branch_reason, _ROOT, quoted_ids), prompt[start:]
 

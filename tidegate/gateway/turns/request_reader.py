@@ -23,7 +23,7 @@ from tidegate.gateway.sessions.body_prefixes import MIN_BODY
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
-from tidegate.gateway.turns.prompts import Rendered
+from tidegate.gateway.turns.prompts import PolicyRoute, PromptBuilder, Rendered
 from tidegate.gateway.turns.request_body import LARGE, parse, parse_large, read_body
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class RequestReader:
     def __init__(self, session: GatewaySession, turns: TurnPipeline, threads: Threads) -> None:
         self._session = session
         self._turns = turns
+        self._prompts = next(iter(turns.prompts.values()))
         self._threads = threads
         self._locked = False
         self._large = False
@@ -79,6 +80,11 @@ class RequestReader:
     async def __aexit__(self, *_: object) -> None:
         if self._locked:
             self._session.prepare_lock.release()
+
+    def choose(self, prompts: PromptBuilder) -> PolicyRoute:
+        """Sets the policy that the request names, before it is read."""
+        self._prompts = prompts
+        return prompts.policy
 
     async def _lock(self) -> None:
         if not self._locked:
@@ -118,8 +124,8 @@ class RequestReader:
     async def _parse(self, body: RawBody) -> Parsed:
         if not self._large:
             return Parsed(parse(body), body)
-        context = self._turns.prompts.context
-        folded = await self._threads.run(True, parse_large, body, _MAX_VALUES + (context or len(body)))
+        context = max(prompts.context or len(body) for prompts in self._turns.prompts.values())
+        folded = await self._threads.run(True, parse_large, body, _MAX_VALUES + context)
         return Parsed(folded.value, folded.text, folded)
 
     async def read(
@@ -140,7 +146,7 @@ class RequestReader:
 
         def read_large() -> T:
             for request in turn_requests(read(folded.value)):
-                self._turns.prompts.check_fits(session, request, folded)
+                self._prompts.check_fits(session, request, folded)
             value = folded.unfold()
             self._note(value)
             return read(value)
@@ -163,7 +169,7 @@ class RequestReader:
     async def _render_in_thread(
         self, request: TurnRequest, branch_reason: str | None = None, record: bool = True
     ) -> Rendered:
-        prompts, session = self._turns.prompts, self._session
+        prompts, session = self._prompts, self._session
         attachment = prompts.attach(session, request, record)
         if attachment is not None and attachment.branch_reason is not None and branch_reason is not None:
             attachment = attachment._replace(branch_reason=branch_reason)
@@ -179,7 +185,7 @@ class RequestReader:
 
     async def count(self, request: TurnRequest) -> int:
         """Returns the number of tokens of a request's prompt; the session is not changed. Raises ApiError."""
-        prompts, session = self._turns.prompts, self._session
+        prompts, session = self._prompts, self._session
         self._turns.check_open(session)
         try:
             if self._large:
