@@ -139,7 +139,34 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     print("hello")
     return 0
 '''
+ENGINE = '''"""An engine that serves SGLang's protocol, and samples the same ids for every prompt."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+IDS = [5, 6, 7, 8]
+
+
+async def model_info(_: web.Request) -> web.Response:
+    return web.json_response({"weight_version": "0"})
+
+
+async def generate(request: web.Request) -> web.Response:
+    ids = IDS[: (await request.json())["sampling_params"]["max_new_tokens"]]
+    meta = {
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-1.0 / token, token, None] for token in ids],
+        "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
+    }
+    return web.json_response({"output_ids": ids, "meta_info": meta})
+
+
+app = web.Application()
+app.add_routes([web.get("/model_info", model_info), web.post("/generate", generate)])
+'''
 FILES = {
+    "engine.py": ENGINE,
     "tidegate/agents/echo.py": AGENT,
     "tidegate/envs/count.py": ENVIRONMENT,
     "tidegate/trainer/losses/reinforce.py": LOSS,
@@ -150,6 +177,8 @@ FILES = {
 }
 APP, OPENAPI = "tidegate/gateway/http/app.py", "tidegate/gateway/http/openapi.py"
 LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_calls/registry.py"
+JOURNAL = "tests/unit/gateway/test_journal_schema.py"
+_FILLED = "            prompt_tokens=self.prompt_tokens,\n"
 FORMULAS = "tests/unit/trainer/losses/test_formulas.py"
 REGISTRATIONS = [
     ("tidegate/agents/base.py", '    "command":', '    "echo": "tidegate.agents.echo:EchoAgent",\n'),
@@ -176,6 +205,14 @@ REGISTRATIONS = [
     ),
     (FORMATS, "json_formats, llama3_json", "arrow, "),
     (FORMATS, "json_formats.GRANITE,", "arrow.ARROW, "),
+    (
+        "tidegate/types.py",
+        "\n    @property\n    def routed_tokens(",
+        '    prompt_tokens: int = 0\n    """Number of tokens of the whole prompt."""\n',
+    ),
+    ("tidegate/gateway/sessions/model_calls.py", "            branch=self.branch,\n", _FILLED),
+    ("tidegate/gateway/journal/schema.py", '\n"""Version of this schema;', " + 1"),
+    (JOURNAL, '}\n"""A value of each field', '    11: {"prompt_tokens": 3},\n'),
     ("tidegate/config.py", '"tensorboard",', '"calendar", '),
     ("pyproject.toml", "tensorboard = [", "calendar = []\n"),
     ("tidegate/cli/__init__.py", "init,\n    judge,", "hello, "),
@@ -204,7 +241,33 @@ parser = FORMATS["arrow"].parser([])
 text = '=>{"name": "f", "arguments": {}}'
 assert [call.name for call in parser.feed(text) + parser.finish()] == ["f"]
 """
+SAMPLE = """
+import asyncio
+from pathlib import Path
+
+from engine import IDS, app
+from tests.fakes import staged
+from tests.http_app import served_app
+
+
+async def main() -> None:
+    async with served_app(app) as engine, staged(Path("examples/tiny_base/model")) as stage:
+        await stage.client.remove_engine(stage.engine.url)
+        await stage.client.add_engine(engine)
+        access = await stage.client.open_session()
+        llm = await stage.llm(access)
+        await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+        await stage.client.finish(access.session_id)
+        turn = (await stage.client.trajectory(access.session_id)).turns[0]
+        assert turn.output_ids.tolist() == IDS
+        assert turn.prompt_tokens == len(turn.delta_ids) > 0
+
+
+asyncio.run(main())
+"""
 PASS = [
+    "tests/unit/gateway/test_journal_schema.py",
+    "tests/unit/test_formats.py",
     "tests/unit/test_architecture.py",
     "tests/unit/test_docs.py",
     "tests/unit/trainer/losses/test_formulas.py",
@@ -238,5 +301,6 @@ def test_the_additions_work_and_the_tests_pass(copy: Path) -> None:
         return done.stdout
 
     run("-c", USE)
+    run("-c", SAMPLE)
     assert run("-m", "tidegate", "hello") == "hello\n"
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", *PASS)

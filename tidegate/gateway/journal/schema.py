@@ -17,9 +17,8 @@ from tidegate.types import Outcome, Sampling, Task, Trajectory, fields_of
 
 VERSION = 10
 """Version of this schema; the database's `user_version`."""
-EXTENDED = (7, 8, 9)
-"""Versions that `EXTEND` makes the current one: later ones add fields at the end of turns."""
-EXTEND = f"ALTER TABLE engines ADD COLUMN policy TEXT NOT NULL DEFAULT ''; PRAGMA user_version = {VERSION};"
+EXTENDED = range(7, VERSION)
+"""Versions that `extension` makes the current one: later ones add fields at the end of turns."""
 TABLES = f"""
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL, key_hash BLOB NOT NULL, about TEXT NOT NULL,
@@ -48,6 +47,12 @@ TURN_BITS = 24
 WHOLE_SESSION = -1
 """Value of the column `turn` of `rewards` for a reward of the whole session."""
 _REQUEST = [field.name for field in fields(SessionRequest)]
+
+
+def extension(version: int) -> str:
+    """Statements that make a database of this version one of the current version."""
+    added = "ALTER TABLE engines ADD COLUMN policy TEXT NOT NULL DEFAULT '';" if version < 10 else ""
+    return f"{added} PRAGMA user_version = {VERSION};"
 
 
 def turn_id(number: int, index: int) -> int:

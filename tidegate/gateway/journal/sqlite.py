@@ -259,7 +259,7 @@ def _opened(path: Path) -> sqlite3.Connection:
         connection.execute("COMMIT")
         failpoints.reach("made.after")
     elif version in schema.EXTENDED:
-        connection.executescript(f"BEGIN; {schema.EXTEND} COMMIT;")
+        connection.executescript(f"BEGIN; {schema.extension(version)} COMMIT;")
     elif version != schema.VERSION:
         connection.close()
         raise StartError(

@@ -38,6 +38,9 @@ _ARRAY = 0xDD
 
 # Fields by position, as their names would take a quarter of a row.
 _FIELDS = [field.name for field in fields(Turn)]
+_DEFAULTS = [field.default for field in fields(Turn)]
+_ALWAYS = _FIELDS.index("top_ids")
+"""Number of the fields that every row has. Rows of earlier schemas lack some of the others, at the end."""
 _turn_values = attrgetter(*_FIELDS)
 _node_values = attrgetter("request", "tools_hash", "history_hash", "reply_hash", "new_messages", "reply")
 
@@ -50,15 +53,12 @@ _ARRAYS = [
     if get_origin(array) is np.ndarray
 ]
 _STORED = _TYPES | {_FIELDS[at]: bytes | None for at, _ in _ARRAYS}
-_ADDED: dict[str, str | None] = {
-    "top_ids": None, "top_logprobs": None, "kept_ids": None, "kept_counts": None, "experts": None,
-    "policy": "",
-}  # fmt: skip
-"""The last fields, with the values of turns of earlier schema versions: those of version 7 have none of the
-fields, those of version 8 the first two, those of version 9 all but the last."""
 _VALUES: Any = msgspec.defstruct(
     "_VALUES",
-    [(name, _STORED[name], _ADDED[name]) if name in _ADDED else (name, _STORED[name]) for name in _FIELDS],
+    [
+        (name, _STORED[name], *_DEFAULTS[at : at + 1]) if at >= _ALWAYS else (name, _STORED[name])
+        for at, name in enumerate(_FIELDS)
+    ],
     array_like=True,
 )
 _Node = tuple[TurnRequestInfo, bytes, bytes, bytes, list[Message], Message]
@@ -73,9 +73,7 @@ def row(session: int, node: TurnNode) -> tuple[int, bytes]:
     # Defaults at the end are left out, as from turns of earlier schemas, so that a turn does not grow with
     # features that are off.
     end = len(values)
-    while end > len(_FIELDS) - len(_ADDED) and not (
-        isinstance(values[end - 1], np.ndarray) or values[end - 1]
-    ):
+    while end > _ALWAYS and values[end - 1] is _DEFAULTS[end - 1]:
         end -= 1
     return session, exact.pack((values[:end], _node_values(node)), array_bytes)
 
