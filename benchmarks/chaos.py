@@ -7,13 +7,14 @@ continues to its end. Some tasks always raise, so that failures are written too.
 trainer an audit must find nothing. `lineage.py`, which shares no code with the writers, then reads the fate
 of every episode from ledger, trajectories and checkpoints.
 
-With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`).
+With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`). With
+`--policies` the run is that of examples/duo, and both policies of a checkpoint must have taken its steps.
 
 With `--keep DIR --for SECONDS` the benchmark runs in pieces: a piece stops after its time (the run is killed
 once more) with exit code 2, and the next call with the same DIR continues.
 
     python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0]
-                               [--stateful] [--keep DIR [--for SECONDS]]
+                               [--stateful | --policies] [--keep DIR [--for SECONDS]]
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from common import Check, parser_of, place, report
 from lineage import last_step, lineage_of, metrics_of
 
 from tidegate.failpoints import PASSED, VARIABLE
+from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "examples" / "demo" / "config.toml"
+DEMO, DUO = (ROOT / "examples" / name / "config.toml" for name in ("demo", "duo"))
 GROUPS_PER_BATCH = 8
 WRITES = (
     "config", "metrics.line", "metrics.truncated", "trajectories.step", "trajectories.eval",
@@ -82,6 +84,7 @@ class Chaos:
     tasks: int
     rng: random.Random
     stateful: bool = False
+    policies: bool = False
     starts: int = 0
     seconds: float = 0.0
     """Duration of the earlier pieces."""
@@ -106,7 +109,7 @@ class Chaos:
         """Starts or resumes the run with these failpoints armed."""
         self.fired.mkdir(exist_ok=True, parents=True)
         resume = ["--resume"] if (self.run_dir / "ledger.jsonl").exists() else []
-        agent = "RaisingChat" if self.stateful else "RaisingSolver"
+        agent = "RaisingChat" if self.stateful else "raising_duo" if self.policies else "RaisingSolver"
         environments = [f"--env.use={ROOT}/benchmarks/desk.py:Desk"] if self.stateful else []
         armed = ",".join(f"{name}:{count}" for name, count in places.items())
         environment = {
@@ -116,7 +119,7 @@ class Chaos:
         with open(self.run_dir.parent / "out", "ab") as out:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "tidegate", "train", str(DEMO), *resume,
+                    sys.executable, "-m", "tidegate", "train", str(DUO if self.policies else DEMO), *resume,
                     f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}",
                     "--run.live_view=false",
                     f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2",
@@ -276,6 +279,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=64, help="held-out problems per set")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stateful", action="store_true", help="each episode has a state and a tool")
+    parser.add_argument("--policies", action="store_true", help="a solver and a verifier are trained")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="duration of this piece")
     arguments = parser.parse_args()
@@ -297,7 +301,9 @@ def endure(
 ) -> int:
     """Kills and restarts the run until all is done or the time is over."""
     trainer, gateway, last = points
-    chaos = Chaos(directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful)
+    chaos = Chaos(
+        directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful, arguments.policies
+    )
     chaos.recall()
     began = time.monotonic()
     until = began + arguments.seconds
@@ -347,7 +353,21 @@ def conclude(chaos: Chaos, planned: set[str], arguments: argparse.Namespace) -> 
         Check("other_exits", float(others), "==", 0),
         Check("steps_without_metrics", float(len(silent)), "==", 0),
     ]  # fmt: skip
+    if chaos.policies:
+        checks.append(Check("policies_apart", float(policies_apart(chaos.run_dir)), "==", 0))
     return report([results], checks, as_json=arguments.json)
+
+
+def policies_apart(run_dir: Path) -> int:
+    """Number of checkpoints of which a policy has taken other steps than those of the directory's name."""
+    import torch
+
+    apart = 0
+    for path in checkpoints.committed(run_dir).values():
+        files = [path / name / checkpoints.TRAINER_STATE for name in ("solver", "verifier")]
+        taken = {torch.load(file, weights_only=True)["steps"] for file in files}
+        apart += taken != {int(path.name.removeprefix("step_"))}
+    return apart
 
 
 if __name__ == "__main__":

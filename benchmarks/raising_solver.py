@@ -1,4 +1,4 @@
-"""The demo's agent, and `chat`, which always raise on one in twelve training tasks, chosen by task id."""
+"""Agents of demos, which always raise on one in twelve training tasks, chosen by task id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zlib
 from tidegate.agents.base import Result, Session
 from tidegate.agents.chat import ChatAgent
 from tidegate.agents.solver import Solver
+from tidegate.loading import load_object
 from tidegate.types import TaskView
 
 
@@ -25,3 +26,9 @@ class RaisingChat(ChatAgent):
     async def run(self, task: TaskView, session: Session) -> str | None:
         check(task)
         return await super().run(task, session)
+
+
+async def raising_duo(task: TaskView, session: Session) -> str:
+    check(task)
+    output: str = await load_object("examples/duo/agent.py:agent", {}, "agent")(task, session)
+    return output

@@ -16,12 +16,14 @@ from pydantic import Field, model_validator
 
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
+from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump, load
 from tidegate.settings.servers import (
     EngineSettings,
     EnvSettings,
     GatewaySettings,
     ModelSettings,
+    PolicyName,
     SamplingSettings,
 )
 from tidegate.settings.sft import SFTSettings
@@ -116,6 +118,9 @@ class Settings(SettingsSection):
 
     run: RunSettings = RunSettings()
     model: ModelSettings
+    policies: dict[PolicyName, PolicySettings] = {}
+    """Policies by the name by which agents choose them as the model (docs/policies.md); empty: the run has
+    one policy, that of `model.path`."""
     engine: EngineSettings = EngineSettings()
     gateway: GatewaySettings = GatewaySettings()
     env: EnvSettings = EnvSettings()
@@ -135,6 +140,45 @@ class Settings(SettingsSection):
     @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
+
+    @property
+    def policy_names(self) -> list[str]:
+        """Names of the policies; "" alone if the run has one policy without a name."""
+        return [*self.policies] or [""]
+
+    @property
+    def trained_policies(self) -> list[str]:
+        """Names of the policies that are trained."""
+        return [name for name, policy in self.policies.items() if policy.trained] or [""]
+
+    def of_policy(self, name: str) -> Settings:
+        """Returns the settings of a run with this policy alone; of the whole run for the name ""."""
+        if not name:
+            return self
+        own = self.policies[name]
+        base = own if own.earlier is None else self.policies[own.earlier]
+        changes = {"learning_rate": base.learning_rate, "loss": base.loss, "lora": base.lora}
+        trainer = self.trainer.model_copy(
+            update={key: value for key, value in changes.items() if value is not None}
+        )
+        model = self.model if base.path is None else self.model.model_copy(update={"path": base.path})
+        engine = self.engine if own.engine is None else own.engine
+        return self.model_copy(update={"model": model, "trainer": trainer, "engine": engine, "policies": {}})
+
+    @property
+    def engine_sets(self) -> dict[str, list[str]]:
+        """The policies that share engines, by the name of the first one; {"": [""]} of a run without names.
+
+        Policies share engines if their adapters have one base, and none has engines of its own.
+        """
+        sets: dict[str, list[str]] = {}
+        by_base: dict[Path, str] = {}
+        for name in self.policy_names:
+            own, of_run = self.policies.get(name), self.of_policy(name)
+            shares = own is not None and own.engine is None and of_run.trainer.lora.publish == "adapter"
+            first = by_base.setdefault(of_run.model.path.absolute(), name) if shares else name
+            sets.setdefault(first, []).append(name)
+        return sets
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
@@ -174,6 +218,8 @@ class Settings(SettingsSection):
                 f"sampling.temperature = {sampling.temperature:g}, or another setting of sampling: a Tinker "
                 "service trains at temperature 1 only, on the whole distribution; set it to 1"
             )
+        if self.policies:
+            self._check_policies()
         self._check_source()
         self._check_promotion()
         self._check_evaluation()
@@ -188,6 +234,29 @@ class Settings(SettingsSection):
                 "set gateway.admin_key"
             )
         return self
+
+    def _check_policies(self) -> None:
+        """Raises ValueError if settings contradict `policies`."""
+        check_policies(self.policies, self.trainer, self.engine)
+        for name in self.policies:  # each by itself must be one that a run may have
+            type(self).model_validate(self.of_policy(name).model_dump())
+        trainer = self.trainer
+        needs: dict[str, tuple[object, object]] = {
+            "trainer.backend": (trainer.backend, "own"),
+            "trainer.ranks": (trainer.ranks, 1),
+            "trainer.minibatches": (trainer.minibatches, 1),
+            "trainer.publish_transport": (trainer.publish_transport, "files"),
+            "trainer.promotion.mode": (trainer.promotion.mode, "always"),
+            "trainer.teacher": (trainer.teacher.enabled, False),
+            "trainer.reference_model": (trainer.reference_model, None),
+            "eval.engines": (self.eval.engines, 0),
+            "gateway.url": (self.gateway.url, None),
+            "gateway.shards": (self.gateway.shards, 1),
+            "engine.urls": (self.engine.urls, []),
+        }
+        for name, (value, only) in needs.items():
+            if value != only:
+                raise ValueError(f"{name} = {value!r} is not supported with policies: it must be {only!r}")
 
     def _check_pause(self) -> None:
         """Raises ValueError if settings contradict `engine.pause = "in_place"`."""

@@ -223,7 +223,8 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
 
     find_device("trainer.device", settings.trainer.device)
     own = settings.trainer.backend == "own"
-    refuse_unusable(settings.model.path, weights=own)
+    for name in settings.policy_names:
+        refuse_unusable(settings.of_policy(name).model.path, weights=own)
     if engines is not None and own:
         check_memory(settings, free_memory, engines=engines)
 
@@ -240,7 +241,9 @@ def _with_rubric(settings: Settings) -> Settings:
 
 def check(settings: Settings) -> None:
     """Checks model, agent and loggers before the start; raises StartError or ConfigError."""
-    refuse_incomplete(settings.model.path, weights=settings.trainer.backend == "own")
+    for name in settings.policy_names:
+        path = settings.of_policy(name).model.path
+        refuse_incomplete(path, weights=settings.trainer.backend == "own")
     if settings.agent.source == "local":
         load_agent(settings.agent.use, settings.agent.options)
     check_loggers(settings)
@@ -263,7 +266,7 @@ def _info(settings: Settings, run: Run) -> dict[str, object]:
     return {
         "name": settings.run.name,
         "dir": str(settings.run_dir),
-        "model": str(settings.model.path),
+        "model": ", ".join(str(settings.of_policy(name).model.path) for name in settings.policy_names),
         "env": settings.env.use if settings.agent.source != "client" else "clients' own",
         "agent": _agent(settings),
         "steps": settings.trainer.step_limit,

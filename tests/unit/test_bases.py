@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.duo_base import make as duo_base
 from examples.search_base import make as search_base
 from examples.service_base import make as service_base
 from examples.shell_base import make as shell_base
@@ -17,11 +18,18 @@ from examples.tiny_base import make as tiny_base
 
 RECIPES = [
     pytest.param(tiny_base, id="tiny_base"),
+    pytest.param(duo_base, id="duo_base"),
     pytest.param(search_base, id="search_base"),
     pytest.param(service_base, id="service_base"),
     pytest.param(shell_base, id="shell_base"),
 ]
-STEPS = {tiny_base: (60, 4), search_base: (0.1, 3), service_base: (0.1, 3), shell_base: (0.1, 2)}
+STEPS = {
+    tiny_base: (60, 4),
+    duo_base: (60, 2),
+    search_base: (0.1, 3),
+    service_base: (0.1, 3),
+    shell_base: (0.1, 2),
+}
 """Recipe → its steps, or their scale, for a short training, and the factor by which the loss falls."""
 pytestmark = pytest.mark.parametrize("recipe", RECIPES)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tidegate.config import Settings
 from tidegate.doctor.model import has_template, refuse_incomplete
 from tidegate.errors import ConfigError, StartError, TidegateError
-from tidegate.plan.memory import Item, check_memory, disk_plan, memory_plan, readable
+from tidegate.plan.memory import Item, check_memory, disk_plan, readable, run_plan
 from tidegate.plan.shape import read_shape
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
@@ -69,8 +69,12 @@ def processes(settings: Settings) -> Iterator[str]:
     if settings.engine.urls:
         yield f"engine    runs already: {', '.join(settings.engine.urls)}"
     else:
-        several = f"  # {settings.engine.count} of them" if settings.engine.count > 1 else ""
-        yield f"engine    {shlex.join(_engine(settings))}{several}"
+        for policy, names in settings.engine_sets.items():
+            own = settings.of_policy(policy)
+            notes = [f"{own.engine.count} of them"] if own.engine.count > 1 else []
+            notes += [f"of {', '.join(names)}"] if policy else []
+            note = f"  # {', '.join(notes)}" if notes else ""
+            yield f"engine    {shlex.join(_engine(own))}{note}"
     yield from _teachers(settings)
     if settings.gateway.url is not None:
         yield f"gateway   runs already: {settings.gateway.url}"
@@ -128,7 +132,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield str(error)
         return
     yield f"{shape.parameters:,} parameters, from {shape.source}"
-    items = memory_plan(settings, shape)
+    items = run_plan(settings)
     yield from map(_line, items)
     for device in dict.fromkeys(item.device for item in items):
         total = sum(item.size for item in items if item.device == device)
@@ -155,11 +159,13 @@ def _line(item: Item) -> str:
 
 def _missing_files(settings: Settings) -> Iterator[str]:
     models = {"model.path": settings.model.path}
+    if settings.policies:
+        models = {f"policies.{name}.path": settings.of_policy(name).model.path for name in settings.policies}
     for env, teacher in settings.trainer.teacher.models.items():
         if teacher.path is not None:
             models[f"trainer.teacher.{f'by_env.{env}.' if env else ''}path"] = teacher.path
     for name, model in models.items():
-        if name == "model.path" and not model.is_dir():
+        if not name.startswith("trainer.") and not model.is_dir():
             try:
                 refuse_incomplete(model)
             except StartError as error:

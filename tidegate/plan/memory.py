@@ -19,7 +19,7 @@ PyTorch needs about 0.5 GB per GPU in addition.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError, StartError
@@ -77,6 +77,19 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     return items
 
 
+def run_plan(settings: Settings) -> list[Item]:
+    """Returns the memory of all policies of a run; raises ConfigError if a model's size is unknown."""
+    if not settings.policies:
+        return memory_plan(settings, read_shape(settings.model.path))
+    items = []
+    for name, policy in settings.policies.items():
+        own = settings.of_policy(name)
+        for item in memory_plan(own, read_shape(own.model.path)):
+            if policy.trained if item.owner == "trainer" else name in settings.engine_sets:
+                items.append(replace(item, how=f"{name}: {item.how}"))
+    return items
+
+
 def _engine_devices(settings: Settings) -> list[str]:
     """Returns the device of each embedded engine; the trainer's GPU has the trainer's name."""
     engine, trainer = settings.engine, settings.trainer
@@ -102,12 +115,12 @@ def check_memory(settings: Settings, free: Callable[[str], int | None], *, engin
         StartError: They do not fit.
     """
     try:
-        shape = read_shape(settings.model.path)
+        items = run_plan(settings)
+        models = [settings.of_policy(name).model.path for name in settings.policy_names]
+        parameters = sum(read_shape(model).parameters for model in models)
     except ConfigError:  # not a plain decoder: its size is unknown
         return
-    fixed = [
-        item for item in memory_plan(settings, shape) if item.what in ("weights", "gradients", "optimiser")
-    ]
+    fixed = [item for item in items if item.what in ("weights", "gradients", "optimiser")]
     counted = [item for item in fixed if engines or item.owner == "trainer"]
     for device in sorted({item.device for item in counted}):
         here = [item for item in counted if item.device == device]
@@ -115,7 +128,7 @@ def check_memory(settings: Settings, free: Callable[[str], int | None], *, engin
         if available is not None and needed > available:
             parts = ", ".join(f"{item.owner} {item.what} {readable(item.size)}" for item in here)
             raise StartError(
-                f"model.path = {settings.model.path}: {shape.parameters:,} parameters need at least "
+                f"model.path = {settings.model.path}: {parameters:,} parameters need at least "
                 f"{readable(needed)} of memory on {device} ({parts}), and {readable(available)} are free: "
                 "set trainer.lora.rank, engine.dtype = bfloat16 or engine.urls, or take a smaller model or a "
                 "larger machine; tidegate train --dry-run shows the whole plan"

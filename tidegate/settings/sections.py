@@ -202,7 +202,8 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str,
     """
     keys = []
     for name, field in model.model_fields.items():
-        kinds = _sections(field.annotation)
+        # A section that may be left out is one of another place, whose settings are listed there.
+        kinds = [] if field.default is None else _sections(field.annotation)
         if (named := _named_section(field.annotation)) is not None:
             keys += known_keys(named, f"{prefix}{name}.NAME.")
         elif len(kinds) == 1:

@@ -23,6 +23,7 @@ from tidegate.trainer.checkpoint.huggingface import read_model
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.loop import UNPUBLISHED_VERSION
+from tidegate.trainer.policy.policies import Policies, load_policies
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.records.metrics import read_metrics
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
@@ -65,7 +66,7 @@ class Replay:
     first: int = 0
     last: int | None = None
 
-    def run(self, policy: Policy) -> Iterator[Replayed]:
+    def run(self, policy: Policy | Policies) -> Iterator[Replayed]:
         """Take the steps with the policy from `start`. Raises TidegateError if files are missing."""
         rows = {row["step"]: row for row in read_metrics(self.run_dir)}
         files = step_files(self.run_dir)
@@ -94,7 +95,7 @@ class Replay:
             yield Replayed(step, rows[step], now, None if weights is None else _same_weights(policy, weights))
 
     def _continue_from(
-        self, step: int, saved: Mapping[int, Path], policy: Policy, credit: BaselineCredit
+        self, step: int, saved: Mapping[int, Path], policy: Policy | Policies, credit: BaselineCredit
     ) -> None:
         """Load the checkpoint of a step after which the policy was rolled back."""
         if step not in saved:
@@ -121,7 +122,7 @@ class Replay:
             )
         return chosen
 
-    def start(self) -> Policy:
+    def start(self) -> Policy | Policies:
         """Load the policy after step `first`: the base model, or that step's checkpoint.
 
         Raises TidegateError if that checkpoint does not exist.
@@ -138,6 +139,8 @@ class Replay:
                 "process cannot reproduce bit for bit: pass --trainer.ranks 1 and expect the last digits "
                 "to differ"
             )
+        if self.first == 0 and settings.policies:
+            return load_policies(settings, settings.model.path)
         if self.first == 0:
             return Policy.load(settings.model.path.absolute(), settings.trainer, settings.run.seed)
         saved = checkpoints.committed(self.run_dir)
@@ -146,8 +149,11 @@ class Replay:
             raise TidegateError(
                 f"{self.run_dir} has no checkpoint of step {self.first}; replay can start from {available}"
             )
-        base = base_model(settings, saved[self.first])
-        policy = Policy.load(base, settings.trainer, settings.run.seed)
+        if settings.policies:
+            policy: Policy | Policies = load_policies(settings, saved[self.first])
+        else:
+            base = base_model(settings, saved[self.first])
+            policy = Policy.load(base, settings.trainer, settings.run.seed)
         checkpoints.load(checkpoints.read(saved[self.first]), policy)
         return policy
 
@@ -178,8 +184,10 @@ def batch_groups(path: Path) -> list[Group]:
     return [Group(name, trajectories[0].task_id, trajectories) for name, trajectories in members.items()]
 
 
-def _same_weights(policy: Policy, path: Path) -> bool:
+def _same_weights(policy: Policy | Policies, path: Path) -> bool:
     """Whether the policy's weights equal those in a directory, bit for bit."""
+    if isinstance(policy, Policies):
+        return all(_same_weights(own, path / name) for name, own in policy.trained.items())
     weights = dict(read_model(path).named_parameters())
     return all(weights[name].equal(tensor.cpu()) for name, tensor in policy.weights().items())
 

@@ -25,6 +25,7 @@ from tidegate.trainer.end import RunResult, record_failed_start, storage_error
 from tidegate.trainer.ledger.audit import audit_run
 from tidegate.trainer.ledger.audit_result import summary
 from tidegate.trainer.ledger.ledger import Ledger
+from tidegate.trainer.policy.policies import load_policies
 from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.processes.launcher import Processes, start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -194,6 +195,8 @@ class Run:
         return policy
 
     async def _own_policy(self, ranks: RankProcesses) -> TrainedPolicy:
+        if self.settings.policies:
+            return await asyncio.to_thread(load_policies, self.settings, self.start.weights)
         base = base_model(self.settings, self.start.weights)
         return await ranks.open(base, self.settings.run.seed, self._supervisor.watch)
 

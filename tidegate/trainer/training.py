@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tidegate.config import Settings
@@ -36,8 +37,9 @@ from tidegate.trainer.publish.broadcast import BUCKET_BYTES, DEVICE_BUCKET_BYTES
 from tidegate.trainer.publish.canary import CanaryState
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
+from tidegate.trainer.publish.layout import engine_weights
 from tidegate.trainer.publish.promotion import Promotion
-from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.publisher import KEPT_VERSIONS, Publisher
 from tidegate.trainer.publish.version_requests import clear_request, read_request
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.records.client_log import ClientLog
@@ -193,6 +195,8 @@ class Training:
         # Unlike the run's own engines, these were not started with its weights.
         if self.settings.engine.urls:
             await self.publisher.update_all()
+        if self.settings.policies:
+            await self.publisher.publish_start()
         await self.publisher.check_samples()
         if not self._by_clients and (urls := self.publisher.engines()):
             rate = await measure_rate(urls, episodes_at_a_time(self.settings))
@@ -298,7 +302,7 @@ class Training:
             )  # fmt: skip
             stack.callback(sender.close)
         # SGLang loads whole models only, a service its own; a node without the run's files has no base.
-        adapters = settings.trainer.lora.publish == "adapter"
+        adapters = settings.trainer.lora.publish == "adapter" or bool(settings.policies)
         whole = settings.engine.kind not in ("embedded", "vllm") or adapters
         deltas = self.provider.delivers_in_place and not whole
         writer = VersionWriter(
@@ -314,11 +318,18 @@ class Training:
             current=(self.start.weights, self.start.version),
             retry_s=restart_s(settings.engine), sender=sender,
             # A run that is to stop does not wait for an outage to end.
-            deliver=self.provider.deliver, in_outage=lambda: self.pause.active and not self.stop.is_set(),
+            deliver=self._deliver, serves=self.engines.serves,
+            kept_versions=max([KEPT_VERSIONS, *(own.behind + 1 for own in settings.policies.values())]),
+            in_outage=lambda: self.pause.active and not self.stop.is_set(),
             durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
             listed_ids=settings.trainer.loss.listed_ids,
             kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
         )  # fmt: skip
+
+    async def _deliver(self, url: str, weights: Path) -> Path:
+        """Deliver what an engine loads of a version; returns its path there."""
+        own = engine_weights(self.settings, weights, self.engines.serves(url))
+        return await self.provider.deliver(url, own)
 
     def _background_evaluation(self) -> BackgroundEvaluation:
         settings, reserved = self.settings.eval, None

@@ -115,9 +115,9 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
         steps.append(("read the report", str(result["report"])))
     steps += _continue(result)
     if result.get("checkpoint"):
-        steps.append(("serve the checkpoint", _serve(str(result["checkpoint"]), run_dir)))
+        steps += _serving("serve the checkpoint", Path(str(result["checkpoint"])), run_dir)
     if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
-        steps.append(("serve the best policy so far", _serve(str(best), run_dir)))
+        steps += _serving("serve the best policy so far", best, run_dir)
     if run_dir is None:
         return steps
     here = shlex.quote(str(run_dir))
@@ -126,6 +126,14 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     if (run_dir / "ledger.jsonl").exists():
         steps.append(("check the ledger", f"tidegate audit {here}"))
     return [*steps, _another_run(run_dir)]
+
+
+def _serving(purpose: str, directory: Path, run_dir: Path | None) -> list[tuple[str, str]]:
+    """Returns the command that serves a checkpoint, or of several policies that of each."""
+    policies = [] if (directory / "config.json").exists() else sorted(directory.glob("*/config.json"))
+    if not policies:
+        return [(purpose, _serve(str(directory), run_dir))]
+    return [(f"{purpose}: {one.parent.name}", _serve(str(one.parent), run_dir)) for one in policies]
 
 
 def _serve(model: str, run_dir: Path | None) -> str:

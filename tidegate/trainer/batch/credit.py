@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,8 @@ MAX_RETURN = 1e15
 def faulty_reward(group: Group) -> str | None:
     """Return which reward of a group cannot be trained on, None if all can: a batch has none of these."""
     for trajectory in group.trajectories:
-        size = abs(trajectory.reward or 0.0) + sum(abs(turn.reward) for turn in trajectory.turns)
+        rewards = [trajectory.reward or 0.0, *trajectory.policy_rewards.values()]
+        size = sum(map(abs, rewards)) + sum(abs(turn.reward) for turn in trajectory.turns)
         # Not `size > MAX_RETURN`, which is false for NaN.
         if not size <= MAX_RETURN:
             return f"the rewards of episode {trajectory.session_id} add up to {size:g}, beyond {MAX_RETURN:g}"
@@ -58,7 +59,8 @@ class BaselineCredit:
         if self.settings.teacher.alone:
             advantages = [np.zeros_like(self._returns(group)) for group in groups]
         else:
-            advantages = [self.settings.teacher.reward_weight * group for group in self._of_rewards(groups)]
+            rewarded = _by_policy(groups, self._of_rewards)
+            advantages = [self.settings.teacher.reward_weight * group for group in rewarded]
         return [self._by_episode(*pair) for pair in zip(groups, advantages, strict=True)]
 
     def _of_rewards(self, groups: Sequence[Group]) -> list[npt.NDArray[np.float64]]:
@@ -98,7 +100,8 @@ class BaselineCredit:
         Groups without a token to train on are always replaced; under dynamic sampling also those whose
         rewards are all equal.
         """
-        advantages = self._by_episode(group, centred(self._returns(group)))
+        (values,) = _by_policy([group], lambda groups: [centred(self._returns(one)) for one in groups])
+        advantages = self._by_episode(group, values)
         trained = [
             advantage
             for trajectory, advantage in zip(group.trajectories, advantages, strict=True)
@@ -108,8 +111,7 @@ class BaselineCredit:
 
     def _returns(self, group: Group) -> npt.NDArray[np.float64]:
         """Return the returns of a group's episodes from each turn on, float64 [episodes, turns]."""
-        turns = max(len(trajectory.turns) for trajectory in group.trajectories)
-        returns = np.zeros((len(group.trajectories), max(1, turns)))
+        returns = np.zeros((len(group.trajectories), max(1, _most_turns(group))))
         for row, trajectory in zip(returns, group.trajectories, strict=True):
             rewards = np.array([turn.reward for turn in trajectory.turns])
             row[: len(rewards)] = rewards[::-1].cumsum()[::-1]
@@ -135,6 +137,48 @@ class BaselineCredit:
     def _is_masked(self, trajectory: Trajectory) -> bool:
         """Whether a truncated episode counts in its group's mean only (DAPO's overlong filtering, §3.4)."""
         return self.settings.truncated_episodes == "mask" and trajectory.outcome == Outcome.TRUNCATED
+
+
+def _by_policy(
+    groups: Sequence[Group], compute: Callable[[Sequence[Group]], list[npt.NDArray[np.float64]]]
+) -> list[npt.NDArray[np.float64]]:
+    """Compute advantages for each policy as if its turns were the episodes' only ones.
+
+    An episode's reward is then the policy's own, if it has one, and an episode without a turn of the policy
+    counts in none of its means.
+
+    Returns:
+        The advantages of the groups' turns, float64 [episodes, turns] each; 0 of those not trained on.
+    """
+    names = {turn.policy for group in groups for one in group.trajectories for turn in one.trainable_turns()}
+    if names <= {""}:
+        return compute(groups)
+    found = [np.zeros((len(group.trajectories), max(1, _most_turns(group)))) for group in groups]
+    for name in sorted(names):
+        views, places = [], []
+        for group, values in zip(groups, found, strict=True):
+            turns = [[turn for turn in one.turns if turn.policy == name] for one in group.trajectories]
+            rows = [row for row, own in enumerate(turns) if own]
+            episodes = [
+                replace(one, turns=turns[row], reward=one.policy_rewards.get(name, one.reward))
+                for row, one in enumerate(group.trajectories)
+                if row in rows
+            ]
+            if episodes:
+                views.append(replace(group, trajectories=episodes))
+                places.append([(values[row], _indices(group.trajectories[row], name)) for row in rows])
+        for place, computed in zip(places, compute(views), strict=True):
+            for (row_values, indices), own_values in zip(place, computed, strict=True):
+                row_values[indices] = own_values[: len(indices)]
+    return found
+
+
+def _indices(trajectory: Trajectory, policy: str) -> list[int]:
+    return [at for at, turn in enumerate(trajectory.turns) if turn.policy == policy]
+
+
+def _most_turns(group: Group) -> int:
+    return max(len(trajectory.turns) for trajectory in group.trajectories)
 
 
 def _collapsed(by_turn: list[float]) -> float | list[float]:

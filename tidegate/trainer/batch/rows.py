@@ -37,6 +37,8 @@ class TrainingSequence:
     mean over trajectories."""
     group_id: str = ""
     session_id: str = ""
+    policy: str = ""
+    """Name of the policy that sampled its trained tokens; "" in a run with one policy."""
     old: Logprobs | None = None
     """log π_old, of the policy when the batch is assembled, if a batch has several optimiser steps."""
     reference: Logprobs | None = None
@@ -188,6 +190,7 @@ def _row(
         advantages=np.zeros(length, dtype=np.float32),
         group_id=trajectory.group_id or "",
         session_id=trajectory.session_id,
+        policy=path[-1].policy,
     )
     if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
         _add_teacher(row, [turn for turn in path if turn.index in chosen])

@@ -17,7 +17,7 @@ from tidegate import failpoints
 from tidegate.errors import CheckpointError
 from tidegate.trainer.checkpoint.checkpoint import MARKER, OPTIMIZER, TRAINER_STATE, sync_tree
 from tidegate.weights import delta_files
-from tidegate.weights.files import is_adapter
+from tidegate.weights.files import ADAPTER_CONFIG
 
 LINK = "best"
 RECORD = "best.json"
@@ -56,15 +56,7 @@ class BestCheckpoint:
         shutil.rmtree(place, ignore_errors=True)
         try:
             with failpoints.around("best.copied"):
-                ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, OPTIMIZER, RECORD)
-                if delta_files.is_delta(weights):
-                    delta_files.materialise(weights, place)
-                elif is_adapter(weights):
-                    from tidegate.trainer.checkpoint.huggingface import write_merged  # imports torch
-
-                    write_merged(weights, place)
-                else:
-                    shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
+                _copy_models(weights, place)
                 place.chmod(0o700)  # the base model's directory may be open to all
                 record = {"step": step, "version": version, "eval/reward": reward}
                 (place / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
@@ -86,3 +78,20 @@ class BestCheckpoint:
         for old in self.directory.glob(f"{LINK}-*"):
             if old != place:
                 shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy_models(weights: Path, place: Path) -> None:
+    """Copy whole models: that of a version or a checkpoint, or of several policies those of each."""
+    if delta_files.is_delta(weights):
+        delta_files.materialise(weights, place)
+    elif (weights / ADAPTER_CONFIG).is_file():
+        from tidegate.trainer.checkpoint.huggingface import write_merged  # imports torch
+
+        write_merged(weights, place)
+    elif policies := [path for path in weights.glob("*/") if (path / "config.json").is_file()]:
+        place.mkdir()
+        for own in policies:
+            _copy_models(own, place / own.name)
+    else:
+        ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, OPTIMIZER, RECORD)
+        shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)

@@ -46,7 +46,13 @@ class RayProcesses:
         self._engines: list[RemoteServer] = []
         self._all: list[RemoteProcess] = []
 
-    def engines(self, settings: Settings, run_dir: Path, live: CurrentWeights) -> Sequence[RemoteServer]:
+    def engines(
+        self, settings: Settings, run_dir: Path, live: CurrentWeights, policy: str = ""
+    ) -> Sequence[RemoteServer]:
+        if policy:
+            raise StartError(
+                "policies are not supported on a cluster: train them on one machine, without --cluster"
+            )
         if settings.trainer.lora.publish == "adapter":
             raise StartError(
                 'trainer.lora.publish = "adapter" is not supported on a cluster, whose nodes may lack the '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,9 @@ class GradientStep:
     grad_norm: float = math.nan
     done: bool = False
     """Whether loss and norm are known."""
+    _: KW_ONLY
+    taken: bool = False
+    """Whether the optimiser has changed the weights by it."""
 
     @property
     def finite(self) -> bool:

@@ -211,9 +211,23 @@ class Policy:
             self._run_minibatches(batch, shares)
         batch.seconds += time.perf_counter() - started
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether `backward` has computed gradients for which no step was taken yet."""
+        return self._pending is not None and bool(self._pending.steps)
+
     @collective
-    def optimizer_step(self) -> dict[str, float]:
-        """Take the batch's last optimiser step and return the batch's metrics; see `update`."""
+    def prepare_step(self) -> bool:
+        """Compute loss and norm of the batch's last step; returns whether both are finite."""
+        if self._pending is None:
+            raise TrainingError("a batch has no trainable token")
+        step = self._pending.steps[-1]
+        self._finish(step)
+        return step.finite
+
+    @collective
+    def optimizer_step(self, *, skip: bool = False) -> dict[str, float]:
+        """Take the batch's last optimiser step, unless `skip`; returns the batch's metrics, see `update`."""
         started = time.perf_counter()
         batch, self._pending = self._pending, None
         if batch is None or not batch.steps:
@@ -226,10 +240,9 @@ class Policy:
         if self.settings.ess_scaling:
             rate *= math.sqrt(distance["ess_rows"])
         steps = batch.steps
-        # A step that was not finite is done already: it ended the batch before its last part.
-        if not steps[-1].done:
+        if not skip:
             self._step(steps[-1], rate)
-        taken = [step for step in steps if step.finite]
+        taken = [step for step in steps if step.taken]
         self.untrained = sorted(batch.groups.difference(*(step.groups for step in taken)))
         self.steps += bool(taken)
         return {
@@ -390,14 +403,22 @@ class Policy:
         self._optimizer.zero_grad()
         return GradientStep(self._forward, self._loss)
 
-    def _step(self, step: GradientStep, rate: float) -> bool:
-        """Take the step if its loss and gradient are finite; returns whether it was taken."""
+    def _finish(self, step: GradientStep) -> None:
+        """Compute a step's loss and norm, and which groups' are not finite, unless they are known."""
+        if step.done:  # also one that was not finite, and ended the batch before its last part
+            return
         step.finish(self.model, self.settings.max_grad_norm, self.ranks)
         if not step.finite:
             self.non_finite = step.non_finite_groups(self.ranks)
+
+    def _step(self, step: GradientStep, rate: float) -> bool:
+        """Take the step if its loss and gradient are finite; returns whether it was taken."""
+        self._finish(step)
+        if not step.finite:
             return False
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self._forward.refresh()
+        step.taken = True
         return True

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tidegate.trainer.processes.provider import (
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
+from tidegate.trainer.publish.layout import engine_weights
 
 KEY_FILE = "worker.key"
 PAUSE_S = 1.0
@@ -63,7 +65,13 @@ async def start_processes(
     keys = {"admin_key": admin_key(settings)}
     if settings.agent.source == "remote" and settings.gateway.url is None:
         keys["worker_key"] = worker_key(run_dir)
-    servers = provider.engines(settings, run_dir, current)
+    own: list[tuple[ServerProcess, str, CurrentWeights]] = []
+    """The run's engines, the policies that each serves, and what it loads."""
+    for policy in settings.engine_sets:
+        of_policy = partial(_weights_of, settings, current, policy)
+        started = provider.engines(settings.of_policy(policy), run_dir, of_policy, policy)
+        own += [(server, policy, of_policy) for server in started]
+    servers = [server for server, _, _ in own]
     for server in servers:
         # Before it starts: a start that fails may leave a process.
         stack.push_async_callback(server.stop)
@@ -104,11 +112,19 @@ async def start_processes(
     jobs: list[Coroutine[Any, Any, Any]] = [start_gateway_and_agents()]
     gateway: GatewayClient = (await run_together(jobs + [server.start() for server in servers]))[0]
     engines = EngineMembership(gateway, note)
-    await engines.open(settings.engine.urls or [server.url for server in servers])
-    for server in servers:
-        supervisor.watch(_supervise_engine(server, current, note, engines), server.name)
+    urls = settings.engine.urls
+    serves = [] if urls else [policy for _, policy, _ in own]
+    frozen = [name for name, policy in settings.policies.items() if not policy.train]
+    await engines.open(urls or [server.url for server in servers], serves, frozen)
+    for server, _, weights in own:
+        supervisor.watch(_supervise_engine(server, weights, note, engines), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, engines)
+
+
+def _weights_of(settings: Settings, current: CurrentWeights, policy: str) -> tuple[Path, int]:
+    weights, version = current()
+    return engine_weights(settings, weights, policy), version
 
 
 async def _start_environments(

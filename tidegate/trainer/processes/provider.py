@@ -48,8 +48,10 @@ class ProcessProvider(Protocol):
     delivers_in_place: bool
     """Whether engines read weights where the trainer wrote them, so that a difference finds its base."""
 
-    def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[ServerProcess]:
-        """Return the run's own engines; none if `engine.urls` is set."""
+    def engines(
+        self, settings: Settings, run_dir: Path, current: CurrentWeights, policy: str = ""
+    ) -> Sequence[ServerProcess]:
+        """Return the run's own engines, of several policies those of one; none if `engine.urls` is set."""
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, ServerProcess]:
         """Return the engines of the teachers that are given by `path`, by environment."""

@@ -23,14 +23,17 @@ from tidegate.trainer.processes.agents import AgentProcess
 from tidegate.trainer.processes.gpus import chooses_gpus, engine_gpus, on_gpus, only_visible, visible_gpus
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
+from tidegate.trainer.publish.layout import engine_set, shares_engines
 
 JUDGE_CACHE = "judge.sqlite"
 MAX_RESTARTS = 5
 """Limit on the restarts of one server."""
 
 
-def engine_names(settings: Settings) -> list[str]:
-    return [] if settings.engine.urls else _numbered("engine", settings.engine.count)
+def engine_names(settings: Settings, policy: str = "") -> list[str]:
+    """Return the names of the run's own engines, of several policies those of `policy`."""
+    name = f"engine-{policy}" if policy else "engine"
+    return [] if settings.engine.urls else _numbered(name, settings.engine.count)
 
 
 def agent_names(settings: Settings) -> list[str]:
@@ -207,6 +210,17 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
     gateway = {**settings.gateway.model_dump(exclude={"url"}), "host": host}
     engine = {"pause": settings.engine.pause}
     sections: dict[str, Any] = {"model": settings.model, "engine": engine, "gateway": gateway}
+    if settings.policies:
+        sections["policies"] = {
+            name: {
+                "path": settings.of_policy(name).model.path.absolute(),
+                "tool_parser": settings.gateway.tool_parser,
+                "train": own.trained,
+                "engines": engine_set(settings, name),
+                "adapter": shares_engines(settings, name),
+            }
+            for name, own in settings.policies.items()
+        }
     if settings.agent.source == "client":
         gateway["keys"] = settings.gateway.keys and settings.gateway.keys.absolute()
         sections["clients"] = {
@@ -238,11 +252,11 @@ def restart_s(settings: EngineSettings) -> float:
 def snapshot_weights(current: CurrentWeights, published: Path, name: str) -> tuple[Path, int]:
     """Return the current weights at a path that is kept until the engine `name` restarts.
 
-    Published weights are removed after two more versions, possibly before a starting engine has read them;
+    Published weights are removed after a few more versions, possibly before a starting engine has read them;
     so the engine gets hard links to them. Weights outside `published` are returned unchanged.
     """
     weights, version = current()
-    if weights.parent != published:
+    if not weights.is_relative_to(published):
         return weights, version
     place = published / f"of-{name}"
     # Left from the engine's start before, whose weights are not needed any more.
@@ -257,7 +271,9 @@ class LocalProcesses:
     host = LOOPBACK
     delivers_in_place = True
 
-    def engines(self, settings: Settings, run_dir: Path, current: CurrentWeights) -> Sequence[Service]:
+    def engines(
+        self, settings: Settings, run_dir: Path, current: CurrentWeights, policy: str = ""
+    ) -> Sequence[Service]:
         """Create the engines; raises ConfigError if their GPUs would be those of others (`engine_gpus`)."""
         names, key = visible_gpus(), own_engine_key(settings)
         gpus = engine_gpus(settings, len(names))
@@ -272,7 +288,7 @@ class LocalProcesses:
                 server.variables = only_visible(gpus[index], names)
             return server
 
-        return [engine(index, name) for index, name in enumerate(engine_names(settings))]
+        return [engine(index, name) for index, name in enumerate(engine_names(settings, policy))]
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, Service]:
         given = {env: model.path for env, model in settings.trainer.teacher.models.items() if model.path}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import EngineError, GatewayError, IncompatibleEngineError, unwrapped
@@ -34,6 +34,9 @@ class EngineMembership:
         """Called with every poll, with whether any engine serves, and their tokens per second."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Control addresses by URL."""
+        self._sets: dict[str, str] = {}
+        """Name of the policy or the policies that an engine of the run serves, by URL."""
+        self._frozen: frozenset[str] = frozenset()
         self._joining: set[str] = set()
         """Members that have loaded a version but have not been enabled yet."""
         self.reserved: set[str] = set()
@@ -52,17 +55,23 @@ class EngineMembership:
 
     def urls(self) -> list[str]:
         """Return the control addresses of the engines that versions are published to."""
+        without = self.pinned | {url for url, name in self._sets.items() if name in self._frozen}
         members = self._members.items()
-        return [address for url, control in members if url not in self.pinned for address in control]
+        return [address for url, control in members if url not in without for address in control]
 
-    async def open(self, urls: Sequence[str]) -> None:
+    async def open(
+        self, urls: Sequence[str], serves: Sequence[str] = (), frozen: Collection[str] = ()
+    ) -> None:
         """Add the initial engines, which have the current version.
+
+        `serves` names the policy of each, or of several the first one; by default the run has one policy.
+        Those that serve one of the `frozen` policies are published nothing, as nothing changes.
 
         Of the engines in the gateway's journal, those of the run's last start are removed, and those that had
         joined are disabled until they have loaded the current version.
         """
         # The gateway lists them without the slash.
-        own = [url.rstrip("/") for url in urls]
+        own = dict(zip((url.rstrip("/") for url in urls), serves or [""] * len(urls), strict=True))
         rows = await self._gateway.list_engines()
         if any(row.get("candidate") for row in rows):  # of a trainer that was killed
             await self._gateway.set_candidate([])
@@ -73,9 +82,15 @@ class EngineMembership:
                 await self._gateway.admit_engine(row["url"], False)
             else:
                 await self._gateway.remove_engine(row["url"])
-        for url in own:
+        self._frozen = frozenset(frozen)
+        for url, name in own.items():
             self._members[url] = (url,)
-            await self._gateway.add_engine(url, admitted=True)
+            self._sets[url] = name
+            await self._gateway.add_engine(url, admitted=True, policy=name)
+
+    def serves(self, address: str) -> str:
+        """Return the name of the policy or the policies that the engine at an address serves."""
+        return self._sets.get(self._url_of(address) or "", "")
 
     def control(self, url: str) -> tuple[str, ...]:
         """Return the control addresses of a member; none if it has left."""
@@ -121,7 +136,8 @@ class EngineMembership:
             return  # it has left
         if url != old_url:
             async with self._list_lock:
-                await self._gateway.add_engine(url, admitted=self._publisher is None)
+                name = self._sets[url] = self._sets.pop(old_url)
+                await self._gateway.add_engine(url, admitted=self._publisher is None, policy=name)
                 self._members[url] = (url,)
                 del self._members[old_url]
                 if old_url in self.reserved:
@@ -168,8 +184,11 @@ class EngineMembership:
                     self._start(group, url, self._join(url, tuple(row["control"])))
                 elif url in self.reserved:
                     continue
-                elif row["healthy"] and not (row["admitted"] and row["weight_version"] == current):
+                elif row["healthy"] and not (row["admitted"] and self._is_current(url, row, current)):
                     self._start(group, url, self._resync(url))
+
+    def _is_current(self, url: str, row: Mapping[str, Any], current: str) -> bool:
+        return row["weight_version"] == current or self._sets.get(url) in self._frozen
 
     def _start(self, group: asyncio.TaskGroup, url: str, work: Coroutine[Any, Any, None]) -> None:
         if url in self._work:

@@ -84,6 +84,10 @@ class Publisher:
     """Forces the ledger to disk before a version exists, so that no start reuses its number."""
     kept: Path | None = None
     """Directory of a published version that is not removed."""
+    serves: Callable[[str], str] = lambda url: ""
+    """Returns the name of the policy or the policies that the engine at a URL serves; "" with one policy."""
+    kept_versions: int = KEPT_VERSIONS
+    """Number of versions whose directories are kept."""
     keeps_kv: bool = False
     """Whether running requests keep their keys and values (`engine.pause = "in_place"`)."""
     listed_ids: int = 0
@@ -115,6 +119,17 @@ class Publisher:
         write = self.writer.write if self.sender is None else self.writer.write_delta
         await self._go_live(await self._write(write, version), version)
         self.writer.on_published(time.monotonic() - began)
+
+    async def publish_start(self) -> None:
+        """Write the version with which a run with several policies starts, and load it.
+
+        Shared engines, which load adapters, cannot load the base models or the checkpoint.
+
+        Raises OSError, and PublishError if all engines fail.
+        """
+        version = self.current[1]
+        self._set_current(await self._write(self.writer.write_full, version), version)
+        await self.update_all()
 
     async def _write(self, write: Callable[[int], T], version: int) -> T:
         with failpoints.around("publish.weights"):
@@ -209,9 +224,16 @@ class Publisher:
 
         Raises PublishError without an updated one.
         """
-        if not updated:
-            reasons = "; ".join(map(str, failed.values())) or "the run has none"
-            raise PublishError(f"version {self.current[1]} could not be published to any engine: {reasons}")
+        served = set(map(self.serves, updated))
+        if without := {self.serves(url) for url in failed if self.serves(url) not in served} or (
+            set() if updated else {""}
+        ):
+            errors = [error for url, error in failed.items() if self.serves(url) in without]
+            of = f" of the policy {min(without)}" if any(without) else ""
+            raise PublishError(
+                f"version {self.current[1]} could not be published to any engine{of}: "
+                f"{'; '.join(map(str, errors)) or 'the run has none'}"
+            )
         for url in self.unavailable & updated:
             self.unavailable.discard(url)
             self._pending.discard(url)
@@ -345,14 +367,17 @@ class Publisher:
         for attempt in itertools.count(1):
             present = [url for url in self.engines() if url not in unresponsive]
             failed = {url: error for url, error in failed.items() if url in present}
-            # An engine out of service is not waited for, unless there is no other.
-            spared = set() if self.unavailable.issuperset(present) else self.unavailable
+            # An engine out of service is not waited for, unless its policy has no other.
+            in_service = {self.serves(url) for url in present if url not in self.unavailable}
+            spared = {url for url in self.unavailable if self.serves(url) in in_service}
             final = {url for url, error in failed.items() if not error.retryable or url in spared}
             remaining = [url for url in present if url not in final | updated]
             if self.in_outage():
                 deadline = time.monotonic() + self.retry_s
-            over = attempt > ATTEMPTS_BESIDE_OTHERS if updated else time.monotonic() >= deadline
-            if not remaining or (over and attempt > 1):
+            served, late = set(map(self.serves, updated)), attempt > 1 and time.monotonic() >= deadline
+            over = {True: attempt > ATTEMPTS_BESIDE_OTHERS, False: late}
+            remaining = [url for url in remaining if not over[self.serves(url) in served]]
+            if not remaining:
                 break
             if attempt > 1:  # an exited engine restarts meanwhile, with the current version
                 await asyncio.sleep(backoff_s(attempt - 2, BACKOFF_S, BACKOFF_MAX_S))
@@ -400,7 +425,7 @@ class Publisher:
         used = {path for root in roots for path in _used_by(root)}
         # By length first: `v1000000` follows `v999999`.
         published = sorted(directory.glob("v*"), key=lambda path: (len(path.name), path.name))
-        for old in [*published[:-KEPT_VERSIONS], *directory.glob("delta-v*")]:
+        for old in [*published[: -self.kept_versions], *directory.glob("delta-v*")]:
             if old not in used:
                 shutil.rmtree(old, ignore_errors=True)
 

@@ -88,6 +88,7 @@ class Recorder:
             **_statistics("reward", rewards, ("mean", "std")),
             **_zero_variance(batch),
             **custom_metrics(trained + dropped),
+            **{f"policy/{name}": value for name, value in policy_rewards(trained + dropped).items()},
             **tool_metrics(trained + dropped),
             **_statistics("time/outside_model", map(share_outside_model, trained + dropped), ("mean",)),
             **_versions(trained),
@@ -164,6 +165,20 @@ def custom_metrics(episodes: list[Trajectory]) -> dict[str, float]:
                 continue
             values.setdefault(f"episode/{name}", []).append(value)
     return {name: float(np.mean(reported)) for name, reported in sorted(values.items())}
+
+
+def policy_rewards(episodes: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the mean rewards of several policies as `<name>/reward`, over the episodes with a turn of it.
+
+    A policy's reward is its own, or else the episode's, plus those of its turns.
+    """
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name in {turn.policy for turn in episode.turns} - {""} if episode.reward is not None else ():
+            own = sum(turn.reward for turn in episode.turns if turn.policy == name)
+            reward = episode.policy_rewards.get(name, episode.reward)
+            values.setdefault(f"{name}/reward", []).append(float(reward or 0.0) + own)
+    return {name: float(np.mean(rewards)) for name, rewards in sorted(values.items())}
 
 
 def tool_metrics(episodes: list[Trajectory]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from tidegate.observer import Observer
 from tidegate.settings.evaluation import EvalSettings, EvalSuite
 from tidegate.tracebacks import FailureReasons
 from tidegate.trainer.admission.pace import Pace
+from tidegate.trainer.records.recorder import custom_metrics, policy_rewards
 from tidegate.trainer.records.trajectories import bounded_answer
 from tidegate.trainer.rollout.episodes import EpisodeSource, attempt_seed
 from tidegate.trainer.rollout.pause import INFRA_BACKOFF_MAX_S, POLL_S, backoff_s
@@ -292,13 +293,11 @@ def _metrics(plan: Plan, episodes: list[Episode]) -> dict[str, float]:
             metrics[f"{place}episodes{tail}"] = float(len(rewards))
         failed = f"{place}failed"
         metrics[failed] = metrics.get(failed, 0.0) + len(tasks) - len(rewards)
-    unparseable = [
-        t.metrics["unparseable"]
-        for s, m, t in episodes
-        if (s, m) == ("", "sampled") and t.reward is not None and "unparseable" in t.metrics
-    ]
-    if unparseable:
-        metrics["eval/unparseable"] = float(np.mean(unparseable))
+    sampled = [t for s, m, t in episodes if (s, m) == ("", "sampled")]
+    metrics |= {f"eval/policy/{name}": value for name, value in policy_rewards(sampled).items()}
+    rewarded = [trajectory for trajectory in sampled if trajectory.reward is not None]
+    named = {name: value for name, value in custom_metrics(rewarded).items() if name.startswith("episode/")}
+    metrics |= {f"eval/{name}": value for name, value in named.items()}
     versions = [version for _, _, trajectory in episodes for version in _versions(trajectory)]
     if versions:
         metrics["eval/version_min"], metrics["eval/version_max"] = float(min(versions)), float(max(versions))

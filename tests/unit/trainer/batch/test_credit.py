@@ -246,3 +246,41 @@ def test_groups_without_a_token_to_train_on_are_replaced_whatever_their_advantag
     for training in (credit(), credit(baseline="batch"), credit(teacher={"url": "http://t"})):
         assert not training.should_train(group(silent, forced))
         assert training.should_train(group(silent, forced, spoken))
+
+
+def of_policies(reward: float, turns: dict[str, list[float]], **own: float) -> Trajectory:
+    """An episode with turns of several policies, in this order, their rewards, and rewards of policies."""
+    drawn = [(name, value) for name, values in turns.items() for value in values]
+    one = episode(reward, tuple(value for _, value in drawn))
+    one.policy_rewards = own
+    for turn, (name, _) in zip(one.turns, drawn, strict=True):
+        turn.policy = name
+    return one
+
+
+def test_a_policy_is_compared_by_its_own_rewards_and_turns():
+    batch = [
+        group(
+            of_policies(1.0, {"a": [0.0, 1.0], "b": [0.0]}, b=5.0),
+            of_policies(0.0, {"b": [0.0], "a": [0.0, 0.0]}),
+            of_policies(0.5, {"a": [0.0, 0.0]}),
+        )
+    ]
+    first, second, third = credit(advantage_scale="none")(batch)[0]
+    # Of `a`: returns [2, 2], [0, 0] and [0.5, 0.5]. Of `b`: 5 and 0, as the third episode has no turn of it.
+    assert first == pytest.approx([2 - 2.5 / 3, 2 - 2.5 / 3, 2.5])
+    assert second == pytest.approx([-2.5, -2.5 / 3, -2.5 / 3])
+    assert third == pytest.approx(0.5 - 2.5 / 3)
+
+
+def test_a_group_with_a_gradient_for_one_policy_is_trained_on():
+    alike = [of_policies(1.0, {"a": [0.0], "b": [0.0]}) for _ in range(2)]
+    assert not credit().should_train(group(*alike))
+    assert credit().should_train(group(alike[0], of_policies(1.0, {"a": [0.0], "b": [0.0]}, b=0.0)))
+
+
+def test_turns_of_a_frozen_policy_have_no_advantage():
+    frozen = of_policies(1.0, {"a": [0.0], "b": [0.0]})
+    frozen.turns[1].exempt = "policy b is frozen"
+    first, _ = credit(advantage_scale="none")([group(frozen, of_policies(0.0, {"a": [0.0]}))])[0]
+    assert first == pytest.approx([0.5, 0.0])

@@ -119,3 +119,16 @@ def test_it_is_the_policy_for_plain_transformers_and_pruning_leaves_it(tmp_path:
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, expected)
     assert AutoTokenizer.from_pretrained(place).chat_template
+
+
+def test_of_several_policies_the_model_of_each_is_kept(run_dir: Path) -> None:
+    version = run_dir / "weights" / "v000002"
+    for name in ("solver", "verifier"):
+        (version / name).mkdir(parents=True)
+        (version / name / "config.json").write_text(name)
+    assert BestCheckpoint.open(run_dir).update_if_better(version, step=2, version=2, reward=0.5)
+    best = run_dir / "checkpoints" / "best"
+    assert {path.parent.name: path.read_text() for path in best.glob("*/config.json")} == {
+        "solver": "solver",
+        "verifier": "verifier",
+    }

@@ -49,7 +49,10 @@ def test_weights_that_an_engine_starts_with_outlive_the_version(tmp_path: Path) 
     assert ((place / "model.safetensors").read_text(), version) == ("v1", 1)
     again, version = snapshot_weights(lambda: (tmp_path / "v2", 2), tmp_path, "engine-1")
     assert ((again / "model.safetensors").read_text(), version, again) == ("v2", 2, place)
-    base = tmp_path / "elsewhere" / "base"
+    own = tmp_path / "v2" / "solver"  # of one of several policies
+    own.mkdir()
+    assert snapshot_weights(lambda: (own, 2), tmp_path, "engine-solver")[0] == tmp_path / "of-engine-solver"
+    base = tmp_path.parent / "base"
     assert snapshot_weights(lambda: (base, 0), tmp_path, "engine-1") == (base, 0)
 
 

@@ -69,7 +69,7 @@ class World:
         await asyncio.sleep(0)
         return told
 
-    async def add_engine(self, url: str, admitted: bool | None = None) -> None:
+    async def add_engine(self, url: str, admitted: bool | None = None, policy: str = "") -> None:
         await asyncio.sleep(0)
         known = {"url": url, "control": [url], "joined": admitted is None, "seen": None, "admitted": False}
         row = self.rows.setdefault(url, known)

@@ -191,6 +191,8 @@ async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_pa
         .replace("<name>", "told")
         .replace("<criterion>", "brief")
         .replace("<part>", "exact")
+        .replace("<policy>", "solver")
+        .replace("<metric>", "reward")
         for key in sometimes
     }
     assert examples - ELSEWHERE <= made
@@ -208,6 +210,7 @@ def _of_a_judge() -> dict[str, float]:
 def _of_a_mixed_batch(directory: Path) -> dict[str, float]:
     mixed = batch(episode(env="a"), episode(env="b"))
     mixed.groups[0].trajectories[0].tool_calls = [ToolCall("told", {}, "", False)]
+    mixed.groups[0].trajectories[0].turns[0].policy = "solver"
     long = make_trajectory([make_turn(0, None, [1], [3, 4, 5, 6], version=1)])
     mixed.dropped.append((Group("g2", "t2", [episode(reward=0.0), long]), State.FILTERED))
     return recorder(directory, []).batch_metrics(mixed, 1)
@@ -261,7 +264,7 @@ def _of_a_teacher(directory: Path) -> dict[str, float]:
 def _of_an_evaluation() -> dict[str, float]:
     tasks = [Task("t1", "test", [])]
     told = episode()
-    told.metrics = {"unparseable": 1.0}
+    told.metrics, told.turns[0].policy = {"told": 1.0}, "solver"
     names = [("", "sampled"), ("", "greedy"), ("hard", "sampled"), (f"{SUITE}hard", "sampled")]
     plan = [(name, mode, tasks) for name, mode in names]
     return _metrics(plan, [(name, mode, told) for name, mode, _ in plan])

@@ -1,0 +1,53 @@
+"""Runs with several policies: killed and resumed, with shared engines, and against an earlier self."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import REPO, held, metrics, training
+from tidegate.cli import main
+from tidegate.trainer.records.trajectories import read_lines, step_files
+
+pytestmark = pytest.mark.slow
+DUO = REPO / "examples" / "duo" / "config.toml"
+
+
+def turns_of(run_dir: Path, step: int) -> list[dict[str, object]]:
+    return [turn for line in read_lines(step_files(run_dir)[step]) for turn in line["turns"]]
+
+
+def test_adapters_of_two_policies_continue_after_a_kill_as_if_there_was_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, adapters = tmp_path / "run", ("--trainer.lora.rank=4", "--trainer.lora.publish=adapter")
+    with training(run_dir, "--trainer.steps=9", *adapters, config=DUO) as run:
+        run.until_step(2)
+        run.process.kill()
+        run.wait()
+    with training(run_dir, "--resume", "--trainer.steps=4", *adapters, config=DUO) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    held(run_dir)
+    assert [path.name for path in (run_dir / "logs").glob("engine*.log")] == ["engine-solver.log"]
+    # Each turn was sampled from the adapter of its policy: else its logprobs were those of the other one.
+    assert {turn["policy"] for turn in turns_of(run_dir, 4)} == {"solver", "verifier"}
+    assert all(line["logprob_max_error"] < 1e-4 for line in metrics(run_dir) if line["step"] > 0)
+    assert main(["replay", str(run_dir), "--json"]) == 0
+    steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(one["same"] for one in steps)
+    assert [one["same_weights"] for one in steps if one["step"] in (2, 4)] == [True, True]
+
+
+def test_an_earlier_self_has_the_weights_of_versions_ago_and_is_not_trained(tmp_path: Path) -> None:
+    run_dir, config = tmp_path / "run", tmp_path / "config.toml"
+    config.write_text(DUO.read_text().replace("learning_rate = 1e-3", 'earlier = "solver"\nbehind = 2'))
+    with training(run_dir, "--trainer.steps=4", config=config) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    held(run_dir)
+    newest = run_dir / "weights" / "v000004" / "verifier" / "model.safetensors"
+    assert newest.samefile(run_dir / "weights" / "v000002" / "solver" / "model.safetensors")
+    exempt = {turn["policy"]: turn["exempt"] for turn in turns_of(run_dir, 4)}
+    assert exempt == {"solver": None, "verifier": "policy 'verifier', which is frozen"}
+    assert not any(key.startswith("policy/verifier/loss") for line in metrics(run_dir) for key in line)
