@@ -151,8 +151,10 @@ def add_address(parser: argparse.ArgumentParser, port: int) -> None:
     add_parent(parser)
 
 
-def add_engine_key(parser: argparse.ArgumentParser) -> None:
-    """Adds the option for a parent process that passes an engine's key."""
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of an engine's server: its version, its address and its key."""
+    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
+    add_address(parser, 30000)
     parser.add_argument("--secrets-fd", type=int, help=argparse.SUPPRESS)
     parser.epilog = "The environment variable TIDEGATE_ENGINE_KEY sets a key that all calls but /health need."
 

@@ -10,8 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 from tidegate.cli.commands import (
     Subparsers,
-    add_address,
-    add_engine_key,
+    add_engine_options,
     engine_key_of,
     log_to_stderr,
     takes_settings,
@@ -31,14 +30,12 @@ def add(subparsers: Subparsers) -> None:
         usage="tidegate engine --model.path DIR [options] [--section.key value ...]",
         description="Serve a model with SGLang's HTTP protocol.",
     )
-    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
     parser.add_argument(
         "--join", metavar="GATEWAY_URL",
         help="add the engine to this gateway once it serves, and remove it on exit; the environment variable "
         "TIDEGATE_ADMIN_KEY holds the gateway's admin key",
     )  # fmt: skip
-    add_address(parser, 30000)
-    add_engine_key(parser)
+    add_engine_options(parser)
     takes_settings(parser, "tidegate.settings.servers:EngineCommand")
     parser.set_defaults(run=run)
 

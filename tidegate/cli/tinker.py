@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tidegate.cli.commands import Subparsers, add_address, add_engine_key, log_to_stderr, takes_settings
+from tidegate.cli.commands import Subparsers, add_engine_options, log_to_stderr, takes_settings
 
 
 def add(subparsers: Subparsers) -> None:
@@ -14,9 +14,7 @@ def add(subparsers: Subparsers) -> None:
         usage="tidegate tinker --tinker.base_model NAME --model.path DIR [options] [--section.key value ...]",
         description="Serve the model of a Tinker service with SGLang's HTTP protocol.",
     )
-    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
-    add_address(parser, 30000)
-    add_engine_key(parser)
+    add_engine_options(parser)
     takes_settings(parser, "tidegate.settings.servers:TinkerCommand")
     parser.set_defaults(run=run)
 

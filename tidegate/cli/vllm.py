@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tidegate.cli.commands import (
-    Subparsers,
-    add_address,
-    add_engine_key,
-    engine_key_of,
-    log_to_stderr,
-    takes_settings,
-)
+from tidegate.cli.commands import Subparsers, add_engine_options, engine_key_of, log_to_stderr, takes_settings
 
 
 def add(subparsers: Subparsers) -> None:
@@ -21,9 +14,7 @@ def add(subparsers: Subparsers) -> None:
         usage="tidegate vllm --engine.python PYTHON --model.path DIR [options] [--section.key value ...]",
         description="Start vLLM from an environment of its own, and serve it with SGLang's HTTP protocol.",
     )
-    parser.add_argument("--weight-version", type=int, default=0, help="version number of these weights")
-    add_address(parser, 30000)
-    add_engine_key(parser)
+    add_engine_options(parser)
     takes_settings(parser, "tidegate.settings.servers:VLLMCommand")
     parser.set_defaults(run=run)
 

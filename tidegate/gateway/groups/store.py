@@ -296,8 +296,8 @@ class GroupStore:
         return [entry for entry in self._leases.values() if key and entry.key == key]
 
     def _ready(self) -> list[StoredGroup]:
-        ready = [entry for entry in self._entries.values() if entry.lease_id is None]
-        return sorted(ready, key=lambda entry: entry.order)
+        """The groups without a lease, in the order of sealing, in which they are added."""
+        return [entry for entry in self._entries.values() if entry.lease_id is None]
 
     def _check(self, epoch: int | None) -> None:
         if epoch is not None and epoch < self.epoch:
