@@ -88,7 +88,11 @@ def _copy_models(weights: Path, place: Path) -> None:
         from tidegate.trainer.checkpoint.huggingface import write_merged  # imports torch
 
         write_merged(weights, place)
-    elif policies := [path for path in weights.glob("*/") if (path / "config.json").is_file()]:
+    elif policies := [
+        path
+        for path in (*weights.glob("*/"), *weights.glob("*/*/"))  # the latter of policies that share engines
+        if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    ]:
         place.mkdir()
         for own in policies:
             _copy_models(own, place / own.name)
