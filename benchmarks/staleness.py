@@ -156,10 +156,10 @@ class Sampler:
     """Runs the agent's loop over batches, without a gateway."""
 
     def __init__(
-        self, demo: str, top_p: float = 1.0, replay: bool = True, quantize: str | None = None
+        self, demo: str, top_p: float = 1.0, replay: bool = True, quantize: str | None = None, listed: int = 0
     ) -> None:
         self.demo = DEMOS[demo]()
-        self.top_p, self.replay = top_p, replay
+        self.top_p, self.replay, self.quantize, self.listed = top_p, replay, quantize, listed
         self.environment = self.demo.environment
         self.tokenizer = AutoTokenizer.from_pretrained(self.demo.base)
         self.model = AutoModelForCausalLM.from_pretrained(self.demo.base, dtype=torch.float32)
@@ -195,9 +195,14 @@ class Sampler:
         for _ in range(self.demo.max_turns):
             still = []
             replies = self._replies([prompts[n] for n in live], top_p)
-            for one, (ids, logprobs, kept) in zip(live, replies, strict=True):
+            for one, (ids, logprobs, scores_tv) in zip(live, replies, strict=True):
                 turns[one].append(_turn(len(turns[one]), asked[one], ids, logprobs, version))
+                if self.listed:
+                    top = scores_tv.topk(min(self.listed, scores_tv.shape[1]))
+                    turns[one][-1].top_ids = top.indices.flatten().numpy().astype(np.int32)
+                    turns[one][-1].top_logprobs = top.values.flatten().numpy().astype(np.float16)
                 if top_p < 1 and self.replay:
+                    kept = scores_tv.isfinite().numpy()
                     turns[one][-1].kept_counts = kept.sum(1).astype(np.int32)
                     turns[one][-1].kept_ids = kept.nonzero()[1].astype(np.int32)
                 texts[one] = self.tokenizer.decode([token for token in ids if token != self._end])
@@ -225,8 +230,8 @@ class Sampler:
 
     def _replies(
         self, prompts: Sequence[list[int]], top_p: float
-    ) -> list[tuple[list[int], list[float], np.ndarray]]:
-        """A sampled reply to each prompt, with the end token, its logprobs and a mask of the kept ids."""
+    ) -> list[tuple[list[int], list[float], torch.Tensor]]:
+        """A sampled reply to each prompt, with the end token, its logprobs and those of all ids."""
         longest, pad = max(map(len, prompts)), self.tokenizer.pad_token_id
         ids_bt = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts])
         mask_bt = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
@@ -239,10 +244,11 @@ class Sampler:
         scores_btv = torch.log_softmax(torch.stack(out.scores, dim=1).float(), dim=-1)
         logprobs_bt = scores_btv.gather(-1, sampled_bt[..., None])[..., 0]
         found = []
-        kept_btv = scores_btv.isfinite().numpy()
-        for ids, logprobs, kept in zip(sampled_bt.tolist(), logprobs_bt.tolist(), kept_btv, strict=True):
+        for ids, logprobs, scores_tv in zip(
+            sampled_bt.tolist(), logprobs_bt.tolist(), scores_btv, strict=True
+        ):
             length = ids.index(self._end) + 1 if self._end in ids else len(ids)
-            found.append((ids[:length], logprobs[:length], kept[:length]))
+            found.append((ids[:length], logprobs[:length], scores_tv[:length]))
         return found
 
 
@@ -259,19 +265,28 @@ def measure(cell: Cell, tokens: int) -> dict[str, Any]:
     began = time.monotonic()
     torch.manual_seed(cell.seed)
     settings = settings_of(cell.loss)
-    sampler, credit = Sampler(cell.demo, *sampling_of(cell.loss)), BaselineCredit(settings)
+    sampler = Sampler(cell.demo, *sampling_of(cell.loss), settings.loss.listed_ids)
+    credit = BaselineCredit(settings)
     policy = Policy.load(sampler.demo.base, settings, cell.seed)
     published, ages, lines, trained = [_copy(policy)], list[int](), list[dict[str, float]](), 0
+    rewards = list[float]()
     while trained < tokens:
         step = len(lines)
         version = cell.sampled_at(step)
         groups = sampler.groups(step, published[version], version)
         lines.append(policy.update(rows_to_train(groups, credit(groups)), step))
         ages.append(step - version)
+        rewards.append(float(np.mean([one.reward for group in groups for one in group.trajectories])))
         trained += sum(one.sampled_tokens() for group in groups for one in group.trajectories)
         published.append(_copy(policy))
+    held_out = sampler.reward(published[-1])
+    if sampler.quantize is not None:
+        rounded, held_out = held_out, Sampler(cell.demo).reward(published[-1])
+    else:
+        rounded = None
     return {
-        "settings": settings.model_dump(mode="json"), "reward": sampler.reward(published[-1]),
+        "settings": settings.model_dump(mode="json"), "reward": held_out, "rounded_reward": rounded,
+        "batch_rewards": rewards,
         "tokens": trained, "steps": len(lines), "staleness_mean": float(np.mean(ages)),
         "staleness_max": max(ages), "skipped": sum(line["skipped"] for line in lines),
         "logprob_max_error": lines[0]["logprob_max_error"],

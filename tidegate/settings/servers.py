@@ -72,7 +72,7 @@ class EmbeddedEngine(SettingsSection):
     prefix_cache_mb: Annotated[int, Field(ge=0)] = 256
     """Memory of an embedded engine for keys and values of earlier sequences, in MB; a follow-up turn then
     computes only new tokens."""
-    quantize: Literal["int8", "int4"] | None = None
+    quantize: Literal["int8", "int4", "five_levels"] | None = None
     """Type to which an embedded engine rounds the weights that sample, to study a mismatch with the trainer;
     it is no faster. None: it samples from the weights as published."""
 
