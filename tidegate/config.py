@@ -17,7 +17,8 @@ from pydantic import Field, model_validator
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.policies import PolicySettings, check_policies
-from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump, load
+from tidegate.settings.reading import load
+from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump
 from tidegate.settings.servers import (
     EngineSettings,
     EnvSettings,

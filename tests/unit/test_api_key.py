@@ -11,7 +11,7 @@ from tests import REPO
 from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.service.api_key import ApiKey, key_from_environment
-from tidegate.settings.sections import load
+from tidegate.settings.reading import load
 from tidegate.settings.servers import GatewayCommand
 from tidegate.trainer.processes.launcher import worker_key
 

@@ -13,7 +13,8 @@ from tidegate.cli import main
 from tidegate.config import EngineSettings, Settings, load_settings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
-from tidegate.settings.sections import arguments_of, differences, dump, known_keys, load, overlay, split_words
+from tidegate.settings.reading import arguments_of, load, overlay, split_words
+from tidegate.settings.sections import differences, dump, known_keys
 from tidegate.settings.servers import GatewayCommand, VLLMCommand
 from tidegate.trainer.processes.servers import gateway_arguments, judge_secrets
 from tidegate.types import Sampling

@@ -31,7 +31,7 @@ from tests.deployment import (
 from tidegate.cli import _parser
 from tidegate.config import Settings
 from tidegate.gateway.http.openapi import SUMMARIES
-from tidegate.settings.sections import load
+from tidegate.settings.reading import load
 
 CONTAINERS = [*composed().values(), *deployed()]
 NAMES = [f"compose-{name}" for name in composed()] + [f"kubernetes-{one.name}" for one in deployed()]

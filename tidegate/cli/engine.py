@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.engine.options import EngineOptions
     from tidegate.engine.server.server import serve
     from tidegate.service.serve import Listen
-    from tidegate.settings.sections import load
+    from tidegate.settings.reading import load
     from tidegate.settings.servers import EngineCommand
 
     settings, key = load(EngineCommand, None, rest), engine_key_of(arguments)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.service.process_secrets import receive_secrets, shield_process
     from tidegate.service.serve import Listen
     from tidegate.settings.judge import JudgeSettings
-    from tidegate.settings.sections import load, split_words
+    from tidegate.settings.reading import load, split_words
     from tidegate.settings.servers import EnvCommand
 
     shield_process()

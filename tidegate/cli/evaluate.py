@@ -47,7 +47,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.settings.sections import split_words
+    from tidegate.settings.reading import split_words
 
     words, overrides = split_words(rest)
     if len(words) > 1:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.gateway.server import serve, serve_front
     from tidegate.service.api_key import ENGINE_KEY, ENV_KEY, key_from_environment
     from tidegate.service.serve import Listen
-    from tidegate.settings.sections import load
+    from tidegate.settings.reading import load
     from tidegate.settings.servers import GatewayCommand
 
     shield_process()
@@ -134,7 +134,7 @@ def _environments(settings: GatewayCommand, secrets: dict[str, Any]) -> Environm
     """Returns the environments: those at `env.urls`, or of a service that the gateway starts for itself."""
     from tidegate.gateway.environments.client import EnvironmentClient
     from tidegate.gateway.environments.process import OwnedEnvironments
-    from tidegate.settings.sections import arguments_of
+    from tidegate.settings.reading import arguments_of
     from tidegate.settings.servers import EnvCommand
 
     env, gateway = settings.env, settings.gateway
@@ -157,7 +157,7 @@ def _environments(settings: GatewayCommand, secrets: dict[str, Any]) -> Environm
 def _shard_arguments(arguments: argparse.Namespace, settings: GatewayCommand) -> Callable[[int], list[str]]:
     """Returns a function that makes a shard's command line: the frontend's, with its part of the journal."""
     from tidegate.gateway.sharding.shard import journal_of
-    from tidegate.settings.sections import arguments_of
+    from tidegate.settings.reading import arguments_of
 
     without = ("gateway.shards", "gateway.port", "gateway.admin_key", "env.options", "env.judge")
     shared = arguments_of(settings, *without)

@@ -35,7 +35,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.evaluation.agreement import agreement, agreement_lines, read_labelled
     from tidegate.settings.judge import JudgeCommand
-    from tidegate.settings.sections import load
+    from tidegate.settings.reading import load
 
     judge = load(JudgeCommand, arguments.judge, rest, only=("env", "judge")).env.judge.resolved()
     if judge.url is None:

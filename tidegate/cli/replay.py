@@ -43,7 +43,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
     from tidegate.service.directory_lock import refuse_if_in_use
-    from tidegate.settings.sections import split_words
+    from tidegate.settings.reading import split_words
     from tidegate.trainer.replay import Replay
 
     words, overrides = split_words(rest)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
     from tidegate.launch import check, check_model
     from tidegate.service.directory_lock import DirectoryLock
-    from tidegate.settings.sections import split_file
+    from tidegate.settings.reading import split_file
     from tidegate.trainer.preflight import check_nccl, check_writable
     from tidegate.trainer.processes.standing import StandingService
 

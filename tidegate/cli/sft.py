@@ -40,7 +40,7 @@ def add(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
     from tidegate.launch import check, check_environment, check_surroundings
-    from tidegate.settings.sections import split_file
+    from tidegate.settings.reading import split_file
 
     resume = resume_of(arguments, rest)
     file, overrides = split_file(rest)

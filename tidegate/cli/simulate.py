@@ -118,7 +118,7 @@ def _ceilings(
 
 
 def _scenario(arguments: argparse.Namespace, rest: list[str]) -> Scenario:
-    from tidegate.settings.sections import load, overlay, split_file
+    from tidegate.settings.reading import load, overlay, split_file
     from tidegate.simulation.calibrate import scenario_of
     from tidegate.simulation.scenario import Scenario
 

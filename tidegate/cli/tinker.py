@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.service.api_key import ENGINE_KEY, key_from_environment
     from tidegate.service.process_secrets import receive_secrets, shield_process
     from tidegate.service.serve import Listen
-    from tidegate.settings.sections import load
+    from tidegate.settings.reading import load
     from tidegate.settings.servers import TinkerCommand
     from tidegate.tinker.engine import TinkerEngine, serve
     from tidegate.tinker.service import service_key

@@ -67,7 +67,7 @@ def _check_names(settings: Settings) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.config import load_settings
-    from tidegate.settings.sections import split_file
+    from tidegate.settings.reading import split_file
 
     resume = resume_of(arguments, rest)
     file, overrides = split_file(rest)

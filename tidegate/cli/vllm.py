@@ -21,7 +21,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.service.serve import Listen
-    from tidegate.settings.sections import load
+    from tidegate.settings.reading import load
     from tidegate.settings.servers import VLLMCommand
     from tidegate.vllm.app import serve
     from tidegate.vllm.process import VLLMOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.service.service import Service
-from tidegate.settings.sections import arguments_of
+from tidegate.settings.reading import arguments_of
 from tidegate.settings.servers import TinkerCommand
 from tidegate.settings.tinker import TinkerService
 from tidegate.trainer.policy.protocol import TrainedPolicy

@@ -15,7 +15,7 @@ from tidegate.config import AgentSettings, EngineSettings, Settings
 from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
-from tidegate.settings.sections import arguments_of
+from tidegate.settings.reading import arguments_of
 from tidegate.settings.servers import EmbeddedEngine, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
 from tidegate.trainer import backends
 from tidegate.trainer.admission.rules import Rules
