@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -242,6 +244,13 @@ async def test_an_engine_without_checksums_serves_only_files() -> None:
     engine, notes = Skipping("one", checks=False), list[str]()
     assert not await engine.publish(sender_to_a_stranger(engine, notes), 1)
     assert "gives no checksums" in notes[0]
+
+
+@pytest.mark.parametrize("reply", [{}, {"ranks": []}, {"ranks": [{"checksums": {}}]}])
+async def test_no_checksums_are_not_equal_checksums(reply: dict[str, Any]) -> None:
+    engine: Any = SimpleNamespace(url="http://e", call=AsyncMock(return_value=reply))
+    with pytest.raises(EngineError, match="http://e gives no checksums"):
+        await EngineControl.checksums(engine, 1)
 
 
 async def test_an_engine_with_another_version_than_the_one_compared_is_compared_again() -> None:
