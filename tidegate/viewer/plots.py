@@ -64,9 +64,23 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def main_charts(run: RunFiles, bound: int | None) -> list[Chart]:
-    """Returns the charts of staleness, waiting, throughput and groups for which the run has metrics."""
-    charts = [_staleness(run, bound), _waiting(run), _throughput(run), _groups(run)]
+    """Returns the charts of policies, staleness, waiting, throughput and groups that a run has."""
+    charts = [_policies(run), _staleness(run, bound), _waiting(run), _throughput(run), _groups(run)]
     return [chart for chart in charts if chart is not None]
+
+
+POLICY_TONES: tuple[Tone, ...] = ("accent", "sand", "warn", "muted", "ink")
+
+
+def _policies(run: RunFiles) -> Chart | None:
+    """The rewards of several policies, which may have scales of their own."""
+    names = {key.split("/")[1] for row in run.rows for key in row if key.startswith("policy/")}
+    series = []
+    for name, tone in zip(sorted(names), cycle(POLICY_TONES), strict=False):
+        series.append(Series(name, _smooth(run.series(f"policy/{name}/reward")), tone))
+        series.append(Series(f"{name}, held out", run.series(f"eval/policy/{name}/reward"), tone, "dots"))
+    note = "Each policy's own reward with those of its turns, smoothed."
+    return lines("Reward by policy", series, note=note, axes=(STEP, "mean reward"), y_range=_unit(series))
 
 
 def _staleness(run: RunFiles, bound: int | None) -> Chart | None:
@@ -146,7 +160,7 @@ def health_charts(run: RunFiles) -> list[Chart]:
     for key, (title, note, unit) in HEALTH.items():
         series = _with_trend(run, key)
         charts.append(lines(title, series, note=note, axes=(STEP, unit), size=SMALL, legend=False))
-    for key in _custom_keys(run):
+    for key in (*_custom_keys(run), *_policy_keys(run)):
         series, axes = _with_trend(run, key), (STEP, "mean over the batch")
         charts.append(
             lines(printable(key), series, axes=axes, y_range=_unit(series), size=SMALL, legend=False)
@@ -158,6 +172,14 @@ def _custom_keys(run: RunFiles) -> list[str]:
     """Returns the metrics that rewards and agents report, and the parts of the reward."""
     keys = {key for row in run.rows for key in row if key.startswith(("reward/", "episode/"))}
     return sorted(keys - {"reward/mean", "reward/std"} - {key for key in keys if key.endswith("_ratio")})
+
+
+def _policy_keys(run: RunFiles) -> list[str]:
+    """Returns the metrics of single policies that show how they learn."""
+    shown = ("/entropy", "/mismatch_kl", "/staleness/max")
+    return sorted(
+        {key for row in run.rows for key in row if key.startswith("policy/") and key.endswith(shown)}
+    )
 
 
 def _with_trend(run: RunFiles, key: str) -> list[Series]:

@@ -483,3 +483,17 @@ def test_signs_are_on_the_page_with_numbers_threshold_and_remedy(tmp_path: Path)
         "Read the longest episodes",
     ):
         assert part in text
+
+
+def test_of_several_policies_the_report_has_the_reward_of_each(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "duo", steps=20)
+    file = run_dir / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows[1:]:
+        row |= {"policy/solver/reward": 0.5, "policy/verifier/reward": 0.9, "policy/solver/entropy": 0.3}
+    rows[-1]["eval/policy/solver/reward"] = 0.6
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    charts = report(run_dir).charts()
+    names = [one["name"] for one in charts["Reward by policy"]["series"]]
+    assert names == ["solver", "solver, held out", "verifier"]
+    assert "policy/solver/entropy" in charts

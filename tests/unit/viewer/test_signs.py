@@ -74,6 +74,7 @@ TRIGGERS: dict[str, dict[str, Curve]] = {
     FILTERED: {"reward_zero_variance_ratio": flat(0.95), "reward_all_failed_ratio": flat(0.9),
                "reward_all_solved_ratio": flat(0.05)},
     "policy stands still": {"lag_kl": flat(2e-8), "reward_mean": flat(0.5)},
+    "policy loses": {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.7, 0.2)},
 }  # fmt: skip
 
 QUIET: dict[str, list[dict[str, Curve | None]]] = {
@@ -104,6 +105,11 @@ QUIET: dict[str, list[dict[str, Curve | None]]] = {
         {"lag_kl": flat(0.0), "staleness_mean": flat(0.0), "reward_mean": flat(0.5)},  # on policy
         {"lag_kl": flat(2e-8), "reward_mean": flat(0.9), "reward_all_solved_ratio": flat(0.7)},
         {"lag_kl": flat(2e-8), "reward_mean": line(0.1, 0.9)},
+    ],
+    "policy loses": [
+        {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.5, 0.6)},  # both learn
+        {"policy/a/reward": flat(0.5), "policy/b/reward": line(0.7, 0.2)},  # nobody wins
+        {"policy/a/reward": lambda step: 0.3 if step < 20 else 0.9 if step < 40 else 0.6},  # up, then down
     ],
     FILTERED: [
         {"reward_zero_variance_ratio": flat(0.7)},

@@ -89,6 +89,7 @@ class Recorder:
             **_zero_variance(batch),
             **custom_metrics(trained + dropped),
             **{f"policy/{name}": value for name, value in policy_rewards(trained + dropped).items()},
+            **_policy_staleness(trained, batch.selection.version),
             **tool_metrics(trained + dropped),
             **_statistics("time/outside_model", map(share_outside_model, trained + dropped), ("mean",)),
             **_versions(trained),
@@ -179,6 +180,22 @@ def policy_rewards(episodes: Iterable[Trajectory]) -> dict[str, float]:
             reward = episode.policy_rewards.get(name, episode.reward)
             values.setdefault(f"{name}/reward", []).append(float(reward or 0.0) + own)
     return {name: float(np.mean(rewards)) for name, rewards in sorted(values.items())}
+
+
+def _policy_staleness(trained: Iterable[Trajectory], version: int) -> dict[str, float]:
+    """Return mean and maximum age of each policy's oldest token, over the episodes that it is trained on."""
+    ages: dict[str, list[int]] = {}
+    for episode in trained:
+        oldest: dict[str, int] = {}
+        for turn in episode.trainable_turns():
+            if turn.policy and (first := turn.oldest_version()) is not None:
+                oldest[turn.policy] = min(first, oldest.get(turn.policy, first))
+        for name, first in oldest.items():
+            ages.setdefault(name, []).append(version - first)
+    found: dict[str, float] = {}
+    for name, values in sorted(ages.items()):
+        found |= _statistics(f"policy/{name}/staleness", values, ("mean", "max"))
+    return found
 
 
 def tool_metrics(episodes: list[Trajectory]) -> dict[str, float]:

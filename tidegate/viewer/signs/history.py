@@ -131,6 +131,9 @@ class MetricHistory:
         if step < self.step:
             self._go_back(int(step))
         self.step = int(step)
+        for key in row:
+            if is_of_policy(key):
+                self._series.setdefault(key, MetricSeries())
         for key, series in self._series.items():
             if (value := known(row.get(key))) is not None:
                 series.add(self.step, value)
@@ -151,6 +154,10 @@ class MetricHistory:
             series.cut(step)
         for evaluations in self.held_out.values():
             evaluations.cut(step)
+
+    def policy_rewards(self) -> list[str]:
+        """Returns the keys of the rewards of several policies."""
+        return sorted(filter(is_of_policy, self._series))
 
     def first(self, key: str) -> Window | None:
         """Returns the first window; None until a second one that shares no step with it is complete."""
@@ -185,6 +192,11 @@ class MetricHistory:
         """Returns the value at the newest step."""
         series = self._series[key]
         return series.values[-1] if series.steps[-1:] == [self.step] else None
+
+
+def is_of_policy(key: str) -> bool:
+    """Whether it is the reward of one of several policies."""
+    return key.startswith("policy/") and key.endswith("/reward")
 
 
 def is_held_out(key: str) -> bool:

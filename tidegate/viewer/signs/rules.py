@@ -134,6 +134,32 @@ def _fallen(history: MetricHistory, key: str, series: EvaluationSeries) -> Sign 
     )  # fmt: skip
 
 
+def policy_loses(history: MetricHistory) -> Sign | None:
+    """The reward of one of several policies falls while that of another has risen."""
+    windows = {key: (history.last(key), history.first(key)) for key in history.policy_rewards()}
+    risen = [
+        (key, now, first)
+        for key, (now, first) in windows.items()
+        if now is not None and first is not None and now.mean > first.mean + ERRORS * _errors(now, first)
+    ]
+    for key, (now, _) in windows.items():
+        best = max(history.earlier(key), key=lambda one: one.mean, default=None)
+        if not risen or now is None or best is None or now.mean >= best.mean - ERRORS * _errors(now, best):
+            continue
+        winner, of_winner, before = risen[0]
+        if winner == key:
+            continue
+        return Sign(
+            "policy loses", key,
+            f"{key} {_in(now)}, {_in(best)}; {winner} {_in(of_winner)}, {_in(before)}",
+            f"a fall from the best, and a rise from the first, by {number(ERRORS, 0)} standard errors",
+            "One policy learns to defeat or to ignore the other. Read their episodes; give the loser a "
+            "reward of its own, a higher learning rate, or an earlier self as its opponent "
+            "(docs/policies.md).",
+        )  # fmt: skip
+    return None
+
+
 def judge_diverges(history: MetricHistory) -> Sign | None:
     """The judge and the environment's own reward part."""
     last = history.last("judge/agreement")
@@ -222,7 +248,7 @@ def policy_stands_still(history: MetricHistory) -> Sign | None:
 
 RULES: tuple[Callable[[MetricHistory], Sign | None], ...] = (
     entropy_collapse, repetition_rise, length_explosion, held_out_fall, judge_diverges, everything_filtered,
-    policy_stands_still,
+    policy_stands_still, policy_loses,
 )  # fmt: skip
 
 
