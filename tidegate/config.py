@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
+from tidegate.settings.losses import AUTO_LISTED
 from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.reading import load
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump
@@ -139,6 +140,26 @@ class Settings(SettingsSection):
         return max(self.trainer.watchdog_s, 2 * (self.agent.deadline_s + rewards_s))
 
     @property
+    def off_policy(self) -> str | None:
+        """The setting by which tokens may be sampled from other weights than the trainer's; None if none."""
+        if self.trainer.max_staleness != 0:
+            return f"trainer.max_staleness = {self.trainer.max_staleness}"
+        if self.engine.quantize is not None:
+            return f'engine.quantize = "{self.engine.quantize}"'
+        quantized = any(word.startswith("--quantization") for word in self.engine.arguments)
+        return "engine.arguments has --quantization" if quantized else None
+
+    @property
+    def centering(self) -> str:
+        """Describes score centering and its reason."""
+        loss, why = self.trainer.loss, self.off_policy
+        if loss.listed_ids:
+            return f"score centering over {loss.listed_ids} ids; {why or 'tokens are of the newest weights'}"
+        if why is None or "score_centering" not in type(loss).model_fields:
+            return "no score centering"
+        return f'no score centering; trainer.loss.score_centering = "auto" would be {AUTO_LISTED}, as {why}'
+
+    @property
     def run_dir(self) -> Path:
         return self.run.dir / self.run.name
 
@@ -183,6 +204,7 @@ class Settings(SettingsSection):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
+        self._choose_centering()
         context = self.engine.context
         if context is not None and self.sampling.max_tokens >= context:
             raise ValueError(
@@ -199,6 +221,18 @@ class Settings(SettingsSection):
             raise ValueError(
                 'trainer.routing_replay needs engine.kind = "embedded" or "sglang": tidegate vllm returns no '
                 "experts of tokens"
+            )
+        asked = "--return-sampling-mask"
+        if (
+            self.engine.kind == "vllm"
+            and self.sampling.records_kept_ids
+            and not self.engine.urls
+            and asked not in self.engine.arguments
+        ):
+            raise ValueError(
+                "sampling.top_p, top_k, min_p and narrowed_by_agents need the ids that vLLM keeps, which it "
+                f'returns with engine.arguments = ["{asked}"]; add it, which switches vLLM\'s fast '
+                "sampler off, or remove the setting"
             )
         if self.engine.kind == "vllm" and self.trainer.publish_transport == "broadcast":
             raise ValueError(
@@ -235,6 +269,20 @@ class Settings(SettingsSection):
                 "set gateway.admin_key"
             )
         return self
+
+    def _choose_centering(self) -> None:
+        """Replaces `score_centering = "auto"` of the run's loss and of policies by a number of ids."""
+        listed = AUTO_LISTED if self.off_policy else 0
+
+        def chosen(section: Any) -> Any:
+            if getattr(section.loss, "score_centering", 0) != "auto":
+                return section
+            loss = section.loss.model_copy(update={"score_centering": listed})
+            return section.model_copy(update={"loss": loss})
+
+        object.__setattr__(self, "trainer", chosen(self.trainer))
+        policies = {name: chosen(policy) for name, policy in self.policies.items()}
+        object.__setattr__(self, "policies", policies)
 
     def _check_policies(self) -> None:
         """Raises ValueError if settings contradict `policies`."""

@@ -352,6 +352,24 @@ async def test_an_engine_with_a_fault(patient: Patient, fault: Fault, code: str,
     assert re.search(text, found[code].text)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fault", "text"),
+    [
+        ({"trainer": {"loss": {"score_centering": "auto"}}}, "no_top", "its likeliest ids .* = 32"),
+        ({"sampling": {"top_p": 0.9}}, "no_kept", "the ids that top-p and top-k kept"),
+        ({"trainer": {"routing_replay": True}}, "none", "--enable-return-routed-experts"),
+    ],
+)
+async def test_an_engine_without_what_training_needs(
+    patient: Patient, settings: dict[str, Any], fault: str, text: str
+) -> None:
+    patient.settings |= settings
+    patient.engine.faults += [Fault("none"), Fault(fault)]
+    found = await patient.examine()
+    assert list(found) == ["engine_lacks_values", "skipped"]
+    assert re.search(text, found["engine_lacks_values"].text)
+
+
 async def test_an_engine_that_is_not_there(patient: Patient) -> None:
     await patient.engine.stop()
     found = await patient.examine()

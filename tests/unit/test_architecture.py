@@ -110,6 +110,7 @@ ALLOWED = {
         "trainer.processes.agents",
         "trainer.processes.provider",
         "trainer.processes.supervisor",
+        "trainer.publish.engine_control",
         "trainer.rollout.episodes",
     },
     "evaluation": {

@@ -169,6 +169,7 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             "dr_grpo, dapo, dppo",
         ),
         ([*MODEL, "--trainer.loss.score_centering", "2000"], "score_centering = 2000: "),
+        ([*MODEL, "--sampling.temperature", "1e-7"], "sampling.temperature = 1e-07: "),
         (
             [
                 *MODEL,
@@ -584,6 +585,67 @@ def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(
     file.write_text('[model]\npath = "m"\n[agent]\nuse = "a.py:b"\nworkers = 2\ndeadline_s = 9\n')
     agent = load_settings(file, ["--agent.source=remote", "--agent.heartbeat_s=2"]).agent
     assert (agent.source, agent.use, agent.workers, agent.deadline_s) == ("remote", "solver", 1, 9)
+
+
+AUTO = "--trainer.loss.score_centering=auto"
+TINKER = [
+    "--trainer.backend=tinker", "--engine.kind=tinker", "--trainer.tinker.base_model=m",
+    "--trainer.lora.rank=4", "--trainer.learning_rate=1e-4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "listed", "told"),
+    [
+        ([], 32, "score centering over 32 ids; trainer.max_staleness = 2"),
+        (["--trainer.max_staleness=none"], 32, "score centering over 32 ids; trainer.max_staleness = none"),
+        (["--trainer.on_policy=true"], 0, "no score centering"),
+        (
+            ["--trainer.max_staleness=0", "--engine.quantize=int4"],
+            32,
+            'score centering over 32 ids; engine.quantize = "int4"',
+        ),
+        (["--engine.kind=sglang", "--engine.python=python"], 32, "score centering over 32 ids; trainer."),
+        (["--engine.kind=vllm", "--engine.python=python"], 32, "score centering over 32 ids; trainer."),
+        (
+            [
+                "--engine.kind=vllm",
+                "--engine.python=python",
+                "--trainer.max_staleness=0",
+                '--engine.arguments=["--quantization", "fp8"]',
+            ],
+            32,
+            "score centering over 32 ids; engine.arguments has --quantization",
+        ),
+    ],
+)
+def test_automatic_score_centering_is_on_where_tokens_may_be_of_other_weights(
+    words: list[str], listed: int, told: str
+) -> None:
+    settings = load_settings(None, [*MODEL, AUTO, *words])
+    assert settings.trainer.loss.listed_ids == listed
+    assert settings.centering.startswith(told)
+    assert f"score_centering = {listed}" in dump(settings), "a replay has the number"
+    plain = load_settings(None, [*MODEL, *words])
+    assert plain.trainer.loss.listed_ids == 0
+    assert ('"auto" would be 32, as ' in plain.centering) == bool(listed)
+
+
+def test_automatic_score_centering_is_refused_where_there_is_none() -> None:
+    for words, message in (
+        (["--trainer.loss.name=gspo"], "score_centering does not apply to name = 'gspo'"),
+        (["--trainer.loss.name=masked_is", "--trainer.loss.level=sequence"], 'needs level = "token"'),
+        (TINKER, 'loss is not supported by backend = "tinker": set tinker.loss'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_settings(None, [*MODEL, *words, AUTO])
+
+
+def test_vllm_is_asked_for_the_ids_that_it_keeps() -> None:
+    words = [*MODEL, "--engine.kind=vllm", "--engine.python=python", "--sampling.top_p=0.9"]
+    with pytest.raises(ConfigError, match="--return-sampling-mask"):
+        load_settings(None, words)
+    load_settings(None, [*words, '--engine.arguments=["--return-sampling-mask"]'])
 
 
 def test_episodes_of_clients_are_centered_as_those_of_the_run() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 from tidegate.config import Settings
-from tidegate.doctor.engine import check_engine
+from tidegate.doctor.engine import check_engine, check_fields
 from tidegate.doctor.environment import check_environment, first_tasks
 from tidegate.doctor.episode import judge_episode, run_episode
 from tidegate.doctor.findings import Finding, Tell, error, failed, note, ok, warning
@@ -101,6 +101,9 @@ class Examination:
         prompt: list[int] = renderer.encode_prompt(QUESTION, None, {}).tolist()
         temperature = self.settings.sampling.temperature
         healthy = [self._report(await check_engine(url, prompt, temperature, renderer)) for url in urls]
+        if all(healthy):
+            self._report([ok("engine", self.settings.centering)])
+            healthy = [self._report(await check_fields(url, self.settings)) for url in urls]
         if not urls or not all(healthy):
             self._skip("episode", "no engine works")
         elif environment is None:

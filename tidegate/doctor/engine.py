@@ -11,11 +11,14 @@ from typing import Any
 import aiohttp
 import orjson
 
+from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok, warning
+from tidegate.errors import EngineError
 from tidegate.gateway.engines.reply import read_version
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
+from tidegate.trainer.publish.engine_control import EngineControl
 
 TOKENS = 16
 INFO_S = 10.0
@@ -41,6 +44,25 @@ async def check_engine(
     except ValueError as failure:
         return [error("engine", "engine_refuses", f"the engine at {url} {failure}")]
     return judge_reply(url, reply, info, renderer)
+
+
+async def check_fields(url: str, settings: Settings) -> list[Finding]:
+    """Samples a token as in training, and returns an error for each value that the settings need and its
+    reply lacks: likeliest and kept ids, experts."""
+    trainer = settings.trainer
+    listed, kept, routed = (
+        trainer.loss.listed_ids,
+        settings.sampling.records_kept_ids,
+        trainer.routing_replay,
+    )
+    if not (listed or kept or routed):
+        return []
+    try:
+        async with aiohttp.ClientSession() as http:
+            await EngineControl(url, http).check_sample(listed, kept_ids=kept, routed=routed)
+    except EngineError as failure:
+        return [error("engine", "engine_lacks_values", str(failure))]
+    return []
 
 
 async def _json(

@@ -18,7 +18,7 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, MARKERS, choose
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.trainer.rollout.episodes import EpisodeSource
-from tidegate.types import Outcome, Sampling, Task, ToolCall, Trajectory, Turn
+from tidegate.types import Outcome, Task, ToolCall, Trajectory, Turn
 
 ERROR_SHOWN = 400
 
@@ -39,7 +39,8 @@ class TrialEpisode:
 
 async def run_episode(settings: Settings, gateway: GatewayClient, task: Task, name: str) -> TrialEpisode:
     """Has an agents' process of the gateway run an episode. Raises GatewayError."""
-    sampling = Sampling(settings.sampling.temperature, max_tokens=settings.sampling.max_tokens)
+    trainer = settings.trainer
+    sampling = settings.sampling.in_training(trainer.loss.listed_ids, trainer.routing_replay)
     before = await gateway.metrics()
     summary = await EpisodeSource.of(settings.agent, gateway).run(name, task, sampling, "train", seed=0)
     reported = await gateway.reported(summary.session_id)

@@ -45,6 +45,8 @@ def describe(
         "\n# Processes that would be started",
         *processes(shown),
         *_placement(settings, cluster),
+        "\n# Tokens of other weights",
+        settings.centering,
         "\n# Memory",
         *_memory(settings),
         "\n# Speed",

@@ -30,13 +30,14 @@ SequenceMask = Annotated[
 
 MAX_LISTED = 1024
 """Limit of `score_centering`: SGLang fails on more ids than its vocabulary has."""
+AUTO_LISTED = 32
+"""Number of ids that `score_centering = "auto"` stands for."""
 Centering = Annotated[
-    int,
+    Annotated[int, Field(ge=0, le=MAX_LISTED)] | Literal["auto"],
     Field(
-        ge=0,
-        le=MAX_LISTED,
         description="Score centering with this number of the engine's likeliest ids in place of each token, "
-        "such as 32, which the engine then reports (docs/losses.md). 0: none.",
+        "such as 32, which the engine then reports (docs/losses.md). auto: 32 if tokens may be sampled from "
+        "other weights than the trainer's, 0 otherwise. 0: none."
     ),
 ]
 
@@ -53,7 +54,8 @@ class LossSettings(SettingsSection):
     @property
     def listed_ids(self) -> int:
         """Number of likeliest ids that engines report in place of each token."""
-        return int(getattr(self, "score_centering", 0))
+        listed: int | str = getattr(self, "score_centering", 0)
+        return AUTO_LISTED if listed == "auto" else int(listed)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

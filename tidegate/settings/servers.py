@@ -18,6 +18,8 @@ from tidegate.settings.tinker import TinkerService
 if TYPE_CHECKING:
     from tidegate.types import Sampling
 
+GREEDY_BELOW = 1e-6
+"""Temperature below which engines take the likeliest token, as SGLang does; logits are not divided then."""
 MAX_KEPT = 1024
 """Limit of top-k in training: the kept ids are recorded in place of each token."""
 DEFAULT_KEPT = 512
@@ -306,7 +308,7 @@ class DefaultLimits(SettingsSection):
 
 
 class SamplingSettings(SettingsSection):
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(ge=GREEDY_BELOW)] = 1.0
     """Temperature in training and in evaluations; the trainer divides logits by the same value."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """In training, tokens are drawn from the fewest ids that hold this probability. The engine reports the

@@ -8,8 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams
+from tidegate.engine.requests.params import SamplingParams
 from tidegate.engine.scheduling.slots import Slots
+from tidegate.settings.servers import GREEDY_BELOW
 from tidegate.types import LISTED
 
 LEAST_LOGPROB = -9999.0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tidegate.engine.validation import PARAMS, boolean, integer, invalid_parameter, number, refuse_unsupported
+from tidegate.settings.servers import GREEDY_BELOW
 
 UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
     "min_new_tokens": (None, 0),
@@ -24,8 +25,6 @@ UNSET_PARAMS: Mapping[str, tuple[Any, ...]] = {
 
 GRAMMARS = ("json_schema", "regex", "ebnf")
 """Kinds of grammar; a request has at most one."""
-GREEDY_BELOW = 1e-6
-"""Temperature below which the likeliest token is taken, as in SGLang."""
 MAX_SAMPLES = 128
 """Maximum number of replies to one prompt."""
 

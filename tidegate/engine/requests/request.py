@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.engine.requests.grammar import Grammar
-from tidegate.engine.requests.params import GREEDY_BELOW, SamplingParams, TokenLimits, read_params
+from tidegate.engine.requests.params import SamplingParams, TokenLimits, read_params
 from tidegate.engine.validation import RequestError, boolean, integer, mapping, refuse_unsupported
+from tidegate.settings.servers import GREEDY_BELOW
 
 BLOCK = 16
 """Tokens per block of a sequence, which prefixes are matched by."""

@@ -18,4 +18,4 @@ from tidegate.trainer.losses.parts import bounded, token_mean, token_ratio, weig
 def make(settings: CISPOLoss) -> Loss:
     """Returns the loss with these settings."""
     weight = bounded(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    return Loss(token_ratio, centered(settings.score_centering, weighted(weight)), token_mean)
+    return Loss(token_ratio, centered(settings.listed_ids, weighted(weight)), token_mean)

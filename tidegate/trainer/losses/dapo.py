@@ -23,5 +23,5 @@ from tidegate.trainer.losses.parts import dual_clipped, ppo_clip, sequence_maske
 def make(settings: DAPOLoss) -> Loss:
     """Returns the loss with these settings."""
     clipping = dual_clipped(settings.dual_clip, ppo_clip(settings.clip_low, settings.clip_high))
-    clipping = centered(settings.score_centering, clipping)
+    clipping = centered(settings.listed_ids, clipping)
     return Loss(token_ratio, sequence_masked(settings.sequence_mask, clipping), token_mean)

@@ -40,7 +40,7 @@ def make(settings: DPPOLoss) -> Loss:
         weight_n = ratio_n.clamp(max=settings.importance_cap).masked_fill(masked_n, 0.0)
         return weight_n * batch.advantages_n * logprobs_n, masked_n | (ratio_n > settings.importance_cap)
 
-    return Loss(token_ratio, centered(settings.score_centering, objective), token_mean)
+    return Loss(token_ratio, centered(settings.listed_ids, objective), token_mean)
 
 
 def total_variation(log_pi_n: Tensor, log_mu_n: Tensor) -> Tensor:

@@ -18,6 +18,6 @@ from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, sequence_su
 
 def make(settings: DrGRPOLoss) -> Loss:
     """Returns the loss with these settings."""
-    clipping = centered(settings.score_centering, ppo_clip(settings.clip_low, settings.clip_high))
+    clipping = centered(settings.listed_ids, ppo_clip(settings.clip_low, settings.clip_high))
     clipping = sequence_masked(settings.sequence_mask, clipping)
     return Loss(token_ratio, clipping, sequence_sum(settings.sequence_length))

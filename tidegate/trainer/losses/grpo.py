@@ -18,5 +18,5 @@ from tidegate.trainer.losses.parts import ppo_clip, sequence_masked, token_ratio
 
 def make(settings: GRPOLoss) -> Loss:
     """Returns the loss with these settings."""
-    clipping = centered(settings.score_centering, ppo_clip(settings.clip_low, settings.clip_high))
+    clipping = centered(settings.listed_ids, ppo_clip(settings.clip_low, settings.clip_high))
     return Loss(token_ratio, sequence_masked(settings.sequence_mask, clipping), trajectory_mean)

@@ -18,5 +18,5 @@ from tidegate.trainer.losses.parts import masked, sequence_ratio, token_mean, to
 def make(settings: MaskedISLoss) -> Loss:
     """Returns the loss with these settings."""
     ratio = token_ratio if settings.level == "token" else sequence_ratio
-    surrogate = centered(settings.score_centering, weighted(masked(settings.importance_cap)))
+    surrogate = centered(settings.listed_ids, weighted(masked(settings.importance_cap)))
     return Loss(ratio, surrogate, token_mean)

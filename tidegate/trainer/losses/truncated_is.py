@@ -21,5 +21,5 @@ from tidegate.trainer.losses.parts import sequence_ratio, token_mean, token_rati
 def make(settings: TruncatedISLoss) -> Loss:
     """Returns the loss with these settings."""
     ratio = token_ratio if settings.level == "token" else sequence_ratio
-    surrogate = centered(settings.score_centering, weighted(truncated(settings.importance_cap)))
+    surrogate = centered(settings.listed_ids, weighted(truncated(settings.importance_cap)))
     return Loss(ratio, surrogate, token_mean)
