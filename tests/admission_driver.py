@@ -66,6 +66,9 @@ class World:
     offered: dict[str, int] = field(default_factory=dict)
     """Number of episodes of each group that a client offered and admission accepted."""
     book: list[LedgerEntry] = field(default_factory=list)
+    known: LedgerState = field(default_factory=LedgerState)
+    """What the first `read` entries of the book say."""
+    read: int = 0
     running: dict[str, tuple[str, int]] = field(default_factory=dict)
     waiting: list[tuple[str, int]] = field(default_factory=list)
     """Slots whose next attempt waits for the end of an outage."""
@@ -451,13 +454,16 @@ class World:
         self._check_filtered()
 
     def _past(self) -> LedgerState:
+        """What the book says; a resume, which discards entries, reads it anew."""
+        for one in self.book[self.read :]:
+            self.known.apply(one)
+        self.read = len(self.book)
+        return self.known
+
+    def _resume(self, sealed: set[str]) -> None:
         past = LedgerState()
         for one in self.book:
             past.apply(one)
-        return past
-
-    def _resume(self, sealed: set[str]) -> None:
-        past = self._past()
         marker = self.marker
         position = marker.position if marker else 0
         later = self.published[marker.published if marker else 1 :]

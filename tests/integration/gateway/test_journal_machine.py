@@ -7,6 +7,7 @@ writes, and the clients continue with the next one.
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -27,12 +28,14 @@ from tidegate.types import Task
 TASK = Task("t1", "none", [])
 KILLED = 0.25
 """How often a step is killed."""
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Each simulated kill writes and opens a journal: on a disk, most of the time is fsync."""
 
 
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
+        self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
         self.patch = pytest.MonkeyPatch()
         home = Path(self.folder.name)
         self.world = World(make_model_dir(home / "tiny"), home, self.patch)
