@@ -1,4 +1,4 @@
-"""Measures the cost of a turn through the gateway, a peer, two forwarders and the engine called directly.
+"""Measures the cost of a turn through the gateway, a peer, a bare forwarder and the engine called directly.
 
 64 sessions × 8 turns of 64 tokens, one fake engine, one load generator, each system in its own process;
 rounds of all systems interleaved, medians of the rounds. Tidegate runs with all features: keys, the tree,
@@ -230,7 +230,7 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     bench = Bench(loader)
     tidegate = processes.tidegate(engine, model)
     bare = processes.bare(engine)
-    systems = [engine, processes.raw(engine), bare, tidegate]
+    systems = [engine, bare, tidegate]
     try:
         python = rllm_python(arguments.rllm_venv)
         systems += [processes.rllm(python, engine, tuned=tuned) for tuned in (False, True)]
@@ -247,7 +247,6 @@ def measure(directory: Path, processes: Processes, arguments: argparse.Namespace
     crowds = {number: crowd(bench, processes.tidegate(engine, model), number) for number in (1024, 4096)}
     rss = open_ten_thousand(bench, processes.tidegate(engine, model))
     rows += [
-        {"what": "ratio to the raw forwarder", "cpu_vs_raw": ratio(taken, "cpu_ms", "tidegate", "raw")},
         {"what": "long sessions", **late},
         {"what": "control plane of an episode", **control},
         {"what": "posts of 20 MB", **stalled},

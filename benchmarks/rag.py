@@ -1,13 +1,12 @@
-"""Compares a search through the retrieval server with the same search in one process and two other servers.
+"""Compares a search through the retrieval server with one in this process, and with a server without batches.
 
 50,000 vectors of 384 numbers, searched exactly; all-MiniLM-L6-v2, which `tidegate convert minilm` fetches
 if --encoder is not there; distinct queries of 8 to 16 tokens, so that no cache is hit. Every system
 searches with one thread, each round runs all systems in turns, and the figures are medians of the rounds.
 `cpu_ms`, the CPU time of the server per answer, depends less on other work than requests per second.
-`unbatched` searches one query at a time, `window` collects queries for 100 ms; neither has limits or
-deadlines. Then 4,096 clients send a query simultaneously: more than fit in the queue, and more than can be
-answered before the deadline. Recall@5 is the share of 192 questions whose passage, in other words, is among
-five (examples/small_agents).
+`unbatched` searches one query at a time, without limits and deadlines. Then 4,096 clients send a query
+simultaneously: more than fit in the queue, and more than can be answered before the deadline. Recall@5 is
+the share of 192 questions whose passage, in other words, is among five (examples/small_agents).
 
     python benchmarks/rag.py [--json] [--rounds 3] [--encoder build/minilm]
 """
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from common import Check, parser_of, report
-from retrieval.baselines import K
 from retrieval.material import make_index, queries, recalls
 from retrieval.systems import RagProcesses, Searches
+from retrieval.unbatched import K
 from turns.systems import System
 
 from tidegate.rag.index.searcher import Searcher
@@ -139,7 +138,7 @@ def measure(directory: Path, processes: RagProcesses, arguments: argparse.Namesp
     index = make_index(directory, arguments.encoder)
     bench = Bench(Searcher(index, threads=1), arguments.encoder, processes.load())
     ours = processes.server(index)
-    systems = [ours, *(processes.baseline(kind, index) for kind in ("unbatched", "window"))]
+    systems = [ours, processes.unbatched(index)]
     taken = rounds(bench, systems, arguments.rounds)
     impatient = processes.server(index, "--queue", str(QUEUE), "--deadline-s", str(DEADLINE_S))
     bench.lone(impatient)  # a server's memory grows with its first answers

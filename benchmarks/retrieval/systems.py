@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from retrieval.baselines import K
+from retrieval.unbatched import K
 from turns.systems import Loader, Processes, System, until
 
 _SEARCH = "/v1/search"
@@ -27,8 +27,10 @@ class RagProcesses(Processes):
         until(lambda: _ready(system.url), system, "open its index")
         return system
 
-    def baseline(self, kind: str, index: Path) -> System:
-        return self._announced(kind, [sys.executable, "-m", "retrieval.baselines", kind, str(index)], _SEARCH)
+    def unbatched(self, index: Path) -> System:
+        return self._announced(
+            "unbatched", [sys.executable, "-m", "retrieval.unbatched", str(index)], _SEARCH
+        )
 
     def load(self) -> Searches:
         command = [sys.executable, "-m", "retrieval.load"]

@@ -129,10 +129,6 @@ class Processes:
         command = [sys.executable, "-m", "turns.forwarder", engine.url]
         return self._announced("bare", command, "/s/{session}/v1/chat/completions")
 
-    def raw(self, engine: System) -> System:
-        command = [sys.executable, "-m", "turns.raw_forwarder", engine.url]
-        return self._announced("raw", command, "/s/{session}/v1/chat/completions")
-
     def tidegate(self, engine: System, model: Path) -> System:
         """Starts the gateway with its journal on disk. Its log is in the file `tidegate-N.log`."""
         command = [sys.executable, "-m", "tidegate", "gateway", "--model.path", str(model)]

@@ -13,8 +13,8 @@ from tests.e2e.runs import ENVIRONMENT, REPO
 
 pytestmark = pytest.mark.slow
 SMALL = [
-    "--steps=4", "--seconds=20", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",
-    "--eval.every=0", "--trainer.checkpoint_every=2",
+    "--alone", "--steps=4", "--seconds=20", "--trainer.groups_per_batch=4", "--trainer.group_size=4",
+    "--eval.tasks=16", "--eval.every=0", "--trainer.checkpoint_every=2",
 ]  # fmt: skip
 
 
