@@ -25,7 +25,7 @@ NUMBERS = [
 ]  # fmt: skip
 OTHERS: list[Any] = [
     np.float32("nan"), np.array([0.5]), np.complex64(1), np.datetime64("2024-01-01"), np.str_("1"),
-    torch.tensor(float("inf")), Decimal("NaN"), Decimal("sNaN"), 10**400, "1", None, 1 + 0j,
+    torch.tensor(float("inf")), Decimal("NaN"), Decimal("sNaN"), 10**400, "1", None, 1 + 0j, [1],
 ]  # fmt: skip
 
 

@@ -9,19 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.config import load_settings
-from tidegate.errors import StartError
 from tidegate.service.directory_lock import FILE, DirectoryLock
-from tidegate.trainer.start import Start
-
-
-def test_two_runs_in_one_directory_exclude_each_other(tmp_path: Path) -> None:
-    """meta-pytorch/torchtune#481, deepinv/deepinv#525, LibreYOLO/libreyolo#833"""
-    with (
-        DirectoryLock(tmp_path / "run", "tidegate train"),
-        pytest.raises(StartError, match=f"process {os.getpid()} on .*, started"),
-    ):
-        DirectoryLock(tmp_path / "run", "tidegate train")
 
 
 def test_the_lock_is_taken_on_a_file_that_is_open_for_writing(tmp_path: Path) -> None:
@@ -44,13 +32,3 @@ def test_a_file_system_without_locks_is_named_and_refuses_no_run(
         assert lock.unsupported is not None
         assert os.strerror(number) in lock.unsupported
     assert (tmp_path / FILE).exists()
-
-
-@pytest.mark.parametrize("left", ["config.toml", "checkpoints/step_2/model.safetensors"])
-def test_a_restart_before_the_first_checkpoint_starts_anew(tmp_path: Path, left: str) -> None:
-    """facebookresearch/metaseq#544, marin-community/levanter#991, facebookresearch/fairchem#1051"""
-    settings = load_settings(None, [f"--model.path={tmp_path}", f"--run.dir={tmp_path}", "--run.name=run"])
-    file = settings.run_dir / left
-    file.parent.mkdir(parents=True)
-    file.touch()
-    assert Start.of(settings, resume="auto").step == 0

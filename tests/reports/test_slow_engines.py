@@ -1,4 +1,4 @@
-"""Public reports of slow inference that was taken for a failure, tried on the gateway and on admission."""
+"""Public reports of slow inference that was taken for a failure, tried on the gateway."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -16,9 +15,6 @@ from tests.fakes import Fault, Stage, eventually, staged
 from tests.integration.gateway.test_faults import ask, opened
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.engines.engine import PoolOptions
-from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.outage import THRESHOLD
-from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.types import Outcome
 
 IMPATIENT = PoolOptions(probe_every_s=0.05, probe_timeout_s=0.1)
@@ -198,39 +194,3 @@ async def test_a_deadline_after_the_engine_exited_is_an_infrastructure_error(sta
         await call
     found = await stage.client.finish(access.session_id, outcome="agent_error", error="it raised")
     assert (found.outcome, found.engine_wait_s) == (Outcome.INFRA_ERROR, 0)
-
-
-def admission(**changes: int) -> tuple[Admission, str, list[Any]]:
-    """One group of one slot, and the ledger."""
-    book: list[Any] = []
-    limits = {"groups_per_batch": 32, "group_size": 1, "min_group_size": 1, "max_staleness": 1}
-    core = Admission(Rules(**limits | changes), book.append)
-    group = core.start_group(core.next_ticket(), "task")
-    assert group is not None
-    return core, group.id, book
-
-
-def test_slow_engines_quarantine_no_task_and_are_no_outage() -> None:
-    """microsoft/agent-lightning#218, THUDM/slime#1562: rollouts of slow engines timed out and were lost."""
-    core, group, book = admission(max_attempts=2, max_infra_attempts=THRESHOLD + 1)
-    for _ in range(THRESHOLD):
-        attempt = core.start_attempt(group, 0)
-        assert not core.failures.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
-        assert core.end_attempt(attempt, Outcome.TIMEOUT, "slow", slow=True) is AttemptDecision.RETRY
-    assert core.outage.why is None
-    assert core.failures.causes == {"slow_engines": THRESHOLD}
-    last = core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
-    assert last is AttemptDecision.FAILED, "a task whose agent never ends has a limit, too"
-    assert core.failures.quarantined == set()
-    assert all(one["slow"] for one in book if one["kind"] == "attempt" and one["event"] == "ended")
-
-
-def test_a_probe_that_slow_engines_serve_ends_an_outage() -> None:
-    core, group, _ = admission()
-    for _ in range(THRESHOLD):
-        other = core.start_group(core.next_ticket(), "other")
-        assert other is not None
-        core.end_attempt(core.start_attempt(other.id, 0), Outcome.INFRA_ERROR, "no service")
-    assert core.outage.suspected is not None
-    core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
-    assert core.outage.why is None

@@ -399,23 +399,18 @@ async def polling(client: GatewayClient, worker: str) -> None:
             await asyncio.sleep(0.01)  # there is no event to wait for
 
 
-async def test_dropping_its_group_cancels_an_episode_at_once(file: Path, tmp_path: Path, fifo: Path) -> None:
-    async with at_gateway(f"{file}:many", tmp_path) as (client, _):
-        running = episode(client, told("tidy", fifo=str(fifo)), group_id="g1", slot=0)
-        assert await met(fifo) == "here"
-        running.cancel()
-        await client.drop_group("g1")
-        async with asyncio.timeout(5):
-            assert await met(fifo) == "tidied"
-
-
-async def test_cancelling_an_episode_of_no_group_ends_it_at_once(
-    file: Path, tmp_path: Path, fifo: Path
+@pytest.mark.parametrize("group", ["g1", None])
+async def test_cancelling_an_episode_ends_it_at_once(
+    file: Path, tmp_path: Path, fifo: Path, group: str | None
 ) -> None:
+    """An episode of a group is ended by the drop of its group, which follows."""
     async with at_gateway(f"{file}:many", tmp_path) as (client, _):
-        running = episode(client, told("tidy", fifo=str(fifo)))
+        options = {} if group is None else {"group_id": group, "slot": 0}
+        running = episode(client, told("tidy", fifo=str(fifo)), **options)
         assert await met(fifo) == "here"
         running.cancel()
+        if group is not None:
+            await client.drop_group(group)
         async with asyncio.timeout(5):
             assert await met(fifo) == "tidied"
 

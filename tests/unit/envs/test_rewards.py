@@ -22,19 +22,10 @@ GIVEN = {"output": "o", "answer": 4, "info": {"x": 1}, "task": None, "messages":
         ("so it is\n#### 42.\nThanks", "42"),
         ("#### 1\n#### 2", "2"),
         ("#### 2\n#### none", "2"),
-        ("#### $1,234.50", "1234.5"),
-        ("#### 1,234,567", "1234567"),
-        ("#### -$3", "-3"),
-        ("#### $ 3", "3"),
         ("#### - 3", "-3"),
-        ("#### 50%", "50"),
         ("#### .5", "0.5"),
         ("#### 42 apples", "42"),
-        ("#### 42.0", "42"),
-        ("#### 1/2", "0.5"),
-        ("#### 13/2", "6.5"),
         ("#### 1e5", "100000"),
-        ("#### 1.2.3", None),
         ("#### forty-two", None),
         ("42", None),
         ("#### ", None),
@@ -126,19 +117,6 @@ def test_asking_for_another_name_is_refused_at_once(fn) -> None:
 def test_a_weight_is_finite() -> None:
     with pytest.raises(ConfigError, match="weight"):
         Reward("r", lambda: 1, weight=float("nan"))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1]])
-def test_what_is_no_finite_number_is_an_error(value) -> None:
-    with pytest.raises(RewardError, match="not a finite number"):
-        Reward("r", lambda: value)(GIVEN)
-
-
-def test_numpy_numbers_are_numbers() -> None:
-    import numpy as np
-
-    assert Reward("r", lambda: np.float32(0.5))(GIVEN) == 0.5
-    assert Reward("r", lambda: np.int64(2))(GIVEN) == 2.0
 
 
 def test_a_part_that_names_a_policy_counts_for_it_alone() -> None:

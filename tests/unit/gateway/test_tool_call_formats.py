@@ -122,6 +122,15 @@ def plain(calls: list[SampledCall]) -> list[tuple[str, Any]]:
 CALLS = [("find", {"text": TRICKY, "n": 3}), ("get.it-2", {}), ("find", {"deep": {"a": [1, None, True]}})]
 
 
+def test_arguments_may_be_json_text_and_text_between_calls_is_content() -> None:
+    text = json.dumps({"name": "find", "arguments": '{"n": 1}'})
+    content, calls, _ = read(
+        "hermes", f"{write('hermes', CALLS[1:2])} and <tool_call>{text}</tool_call> done"
+    )
+    assert content.split() == ["and", "done"]
+    assert [call.arguments for call in calls] == ["{}", '{"n":1}']
+
+
 @pytest.mark.parametrize("form", WRITTEN)
 @pytest.mark.parametrize("count", [1, 3])
 def test_calls_are_read_back(form: str, count: int) -> None:
@@ -153,7 +162,14 @@ def test_text_is_given_as_it_comes_and_each_call_when_it_is_whole(form: str) -> 
 
 
 MALFORMED = {
-    "hermes": ["<tool_call>{oops}</tool_call>", '<tool_call>{"name": "find", "arguments": {}}'],
+    "hermes": [
+        "<tool_call>{oops}</tool_call>", '<tool_call>{"name": "find", "arguments": {}}',
+        *(f"a <tool_call>{inner}</tool_call> b" for inner in (
+            "", "[]", '{"name": 3, "arguments": {}}', '{"name": "", "arguments": {}}', '{"arguments": {}}',
+            '{"name": "f", "arguments": {"x": 1}', '{"name": "f", "arguments": [1]}',
+            '{"name": "f", "arguments": "not json"}',
+        )),
+    ],
     "qwen3_coder": [
         "<tool_call>\n<function=find>\n<parameter=text>\na\n</function>\n</tool_call>",
         "<tool_call>\n<function=>\n</function>\n</tool_call>",

@@ -155,8 +155,14 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
         Start.of(with_model(settings, other), resume=True)
 
 
-@pytest.mark.parametrize("left", [None, "", "config.toml", "gateway/journal.sqlite", "worker.key", "logs/a"])
+WEIGHTS = "checkpoints/step_2/model.safetensors"
+
+
+@pytest.mark.parametrize(
+    "left", [None, "", "config.toml", "gateway/journal.sqlite", "worker.key", "logs/a", WEIGHTS]
+)
 def test_a_start_that_ended_before_the_run_began_is_started_again(tmp_path: Path, left: str | None) -> None:
+    """facebookresearch/metaseq#544, marin-community/levanter#991, facebookresearch/fairchem#1051"""
     words = [f"--model.path={model_at(tmp_path / 'model')}", f"--run.dir={tmp_path}", "--run.name=kept"]
     settings = load_settings(None, words)
     if left is not None:

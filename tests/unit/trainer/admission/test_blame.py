@@ -139,12 +139,19 @@ def test_a_probe_that_a_service_delays_does_not_end_the_outage(outcome: Outcome)
     assert core.outage.why is None
 
 
-def test_a_timeout_of_slow_engines_is_not_charged_to_the_task() -> None:
-    core, book, group = make()
-    attempt = core.start_attempt(group, 0)
-    assert core.end_attempt(attempt, Outcome.TIMEOUT, slow=True) is AttemptDecision.RETRY
-    assert book[-1].get("slow")
+def test_slow_engines_quarantine_no_task_and_are_no_outage() -> None:
+    """microsoft/agent-lightning#218, THUDM/slime#1562: rollouts of slow engines timed out and were lost."""
+    core, book, group = make(group_size=1, min_group_size=1, max_infra_attempts=THRESHOLD + 1)
+    for _ in range(THRESHOLD):
+        attempt = core.start_attempt(group, 0)
+        assert not core.failures.would_quarantine(attempt, Outcome.TIMEOUT, slow=True)
+        assert core.end_attempt(attempt, Outcome.TIMEOUT, "slow", slow=True) is AttemptDecision.RETRY
+    assert core.outage.why is None
+    assert core.failures.causes == {"slow_engines": THRESHOLD}
+    last = core.end_attempt(core.start_attempt(group, 0), Outcome.TIMEOUT, "slow", slow=True)
+    assert last is AttemptDecision.FAILED, "a task whose agent never ends has a limit, too"
     assert core.failures.quarantined == set()
+    assert all(one["slow"] for one in book if one["kind"] == "attempt" and one["event"] == "ended")
 
 
 def test_no_group_starts_beyond_what_slow_engines_serve() -> None:
