@@ -115,6 +115,39 @@ def training(
             run.kill()
 
 
+STARTS = """
+import json, os, sys
+import torch
+from transformers import AutoModelForCausalLM
+from tidegate.cli import main
+config, resume, *command = sys.argv[1:]
+codes = []
+while not codes or codes[-1] == -9:
+    more = [resume] if resume and os.path.exists(config) else []
+    child = os.fork()
+    if not child:
+        os._exit(main([*command, *more]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+def start_until_complete(
+    run_dir: Path, *command: str, environment: Mapping[str, str], resume: str = ""
+) -> list[int]:
+    """Exit codes of a command that is started again after each SIGKILL, with `resume` once the run exists.
+
+    Each start is a fork of one process, which imports torch only once.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(run_dir / "config.toml"), resume, *command],
+        cwd=REPO, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    codes: list[int] = json.loads(done.stdout.splitlines()[-1])
+    assert codes[-1] == 0, done.stderr[-3000:]
+    return codes
+
+
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     if not path.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, ends, held, metrics, training
+from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, SMALL, ends, held, metrics, start_until_complete, training
 from tests.e2e.test_train import tidegates
 from tidegate.failpoints import PASSED, VARIABLE
 from tidegate.gateway.project_keys import create_key
@@ -61,10 +61,7 @@ def test_a_run_that_was_killed_before_it_began_begins_at_the_next_start(tmp_path
     points = "config.before,config.after,ledger.run.started.before,ledger.run.started.after"
     environment = {**ENVIRONMENT, VARIABLE: points, PASSED: str(passed)}
     words = ["--resume", "auto", "--trainer.steps=1", "--eval.every=0"]
-    ended = []
-    while not ended or ended[-1]:
-        with training(run_dir, *words, environment=environment) as run:
-            ended.append(run.wait())
-            assert ended[-1] in (0, -signal.SIGKILL), run.output()
-    assert ended == [-signal.SIGKILL] * 4 + [0]
+    place = [f"--run.dir={tmp_path}", "--run.name=early"]
+    codes = start_until_complete(run_dir, "train", str(DEMO), *place, *SMALL, *words, environment=environment)
+    assert codes == [-signal.SIGKILL] * 4 + [0]
     assert held(run_dir).steps == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from examples.tiny_base.make import demonstration
-from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, metrics
+from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, metrics, start_until_complete
 from tidegate.agents.solver import TOOLS
 from tidegate.envs.arithmetic import draw_problem, substitute_numbers
 from tidegate.failpoints import PASSED, VARIABLE
@@ -49,30 +50,16 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def sft(
-    parent: Path, name: str, chats: Path, *arguments: str, environment: Mapping[str, str] = ENVIRONMENT
-) -> subprocess.CompletedProcess[str]:
+def command(parent: Path, name: str, chats: Path, *arguments: str) -> list[str]:
     place = [f"--run.dir={parent}", f"--run.name={name}", f"--sft.chats={chats}"]
+    return ["sft", str(DEMO), *place, *SETTINGS, *arguments]
+
+
+def sft(parent: Path, name: str, chats: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tidegate", "sft", str(DEMO), *place, *SETTINGS, *arguments],
-        cwd=REPO, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
+        [sys.executable, "-m", "tidegate", *command(parent, name, chats, *arguments)],
+        cwd=REPO, env=ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-
-
-def killed_at(parent: Path, chats: Path, points: Sequence[str], *arguments: str) -> int:
-    """Runs it until it is complete, resumed after each kill; returns the number of kills."""
-    passed = parent / "passed"
-    passed.mkdir()
-    environment = {**ENVIRONMENT, VARIABLE: ",".join(points), PASSED: str(passed)}
-    kills = 0
-    while True:
-        resume = ["--resume"] if (parent / "killed-sft" / "config.toml").exists() else []
-        ended = sft(parent, "killed", chats, *resume, *arguments, environment=environment)
-        if ended.returncode == 0:
-            return kills
-        assert ended.returncode == -signal.SIGKILL, ended.stderr
-        kills += 1
-        assert kills <= len(points)
 
 
 def numbers(run_dir: Path) -> list[dict[str, Any]]:
@@ -80,22 +67,31 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(run_dir)]
 
 
-def same(parent: Path) -> None:
-    whole, killed = parent / "whole-sft", parent / "killed-sft"
-    result = Path("model") / "model.safetensors"
-    assert (whole / result).read_bytes() == (killed / result).read_bytes()
-    assert numbers(whole) == numbers(killed)
-    assert [line["step"] for line in metrics(killed)] == list(range(11))
+Whole = Callable[..., tuple[Path, str]]
+RESULT = "model/model.safetensors"
 
 
-def test_a_fine_tuning_evaluates_validates_and_saves_its_model(tmp_path: Path, chats: Path) -> None:
-    ended = sft(tmp_path, "whole", chats)
-    assert ended.returncode == 0, ended.stderr
-    assert "36 sequences, 4 for validation, 10 steps" in ended.stderr
-    lines = metrics(tmp_path / "whole-sft")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Whole:
+    """The directory and the output of a fine-tuning that is not killed; one is run for each settings."""
+
+    @functools.cache
+    def run(*more: str) -> tuple[Path, str]:
+        parent = tmp_path_factory.mktemp("whole")
+        ended = sft(parent, "whole", chats, *more)
+        assert ended.returncode == 0, ended.stderr
+        return parent / "whole-sft", ended.stderr
+
+    return run
+
+
+def test_a_fine_tuning_evaluates_validates_and_saves_its_model(whole: Whole) -> None:
+    run_dir, said = whole()
+    assert "36 sequences, 4 for validation, 10 steps" in said
+    lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(11))
     assert [line["step"] for line in lines if "validation/loss" in line] == [0, 3, 6, 9, 10]
-    assert (tmp_path / "whole-sft/model/model.safetensors").exists()
+    assert (run_dir / RESULT).exists()
 
 
 EVERYWHERE = [
@@ -119,22 +115,27 @@ WEIGHTS = ["metrics.line.after:2", "checkpoint.weights.before", "checkpoint.weig
     ],
 )
 def test_a_fine_tuning_killed_at_every_write_ends_with_the_same_weights(
-    tmp_path: Path, chats: Path, points: list[str], more: list[str]
+    tmp_path: Path, chats: Path, whole: Whole, points: list[str], more: list[str]
 ) -> None:
-    assert sft(tmp_path, "whole", chats, *more).returncode == 0
-    assert killed_at(tmp_path, chats, points, *more) == len(points)
-    same(tmp_path)
+    passed = tmp_path / "passed"
+    passed.mkdir()
+    armed = {**ENVIRONMENT, VARIABLE: ",".join(points), PASSED: str(passed)}
+    again = command(tmp_path, "killed", chats, *more)
+    killed, (right, _) = tmp_path / "killed-sft", whole(*more)
+    codes = start_until_complete(killed, *again, environment=armed, resume="--resume")
+    assert codes == [-signal.SIGKILL] * len(points) + [0]
+    assert (right / RESULT).read_bytes() == (killed / RESULT).read_bytes()
+    assert numbers(right) == numbers(killed)
+    assert [line["step"] for line in metrics(killed)] == list(range(11))
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path: Path, chats: Path) -> None:
-    assert sft(tmp_path, "one", chats).returncode == 0
-    ended = sft(tmp_path, "two", chats, "--trainer.ranks=2")
-    assert ended.returncode == 0, ended.stderr
-    one, two = (load_file(tmp_path / f"{name}-sft/model/model.safetensors") for name in ("one", "two"))
+def test_two_ranks_train_as_one(whole: Whole) -> None:
+    runs = [whole()[0], whole("--trainer.ranks=2")[0]]
+    one, two = (load_file(run / RESULT) for run in runs)
     assert one.keys() == two.keys()
     assert max(float(abs(one[name] - two[name]).max()) for name in one) < 1e-3
-    for first, second in zip(numbers(tmp_path / "one-sft"), numbers(tmp_path / "two-sft"), strict=True):
+    for first, second in zip(*map(numbers, runs), strict=True):
         assert first.keys() == second.keys()
         for name in {"loss", "validation/loss"} & first.keys():
             assert first[name] == pytest.approx(second[name], rel=1e-3, abs=1e-4)
