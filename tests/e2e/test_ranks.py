@@ -79,7 +79,7 @@ def test_a_dead_rank_ends_the_run_and_a_dead_run_its_ranks(tmp_path: Path) -> No
     held(run_dir)
 
 
-def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None:
+def test_weights_are_sent_through_the_death_of_an_engine_and_on_policy_is_synchronous(tmp_path: Path) -> None:
     run_dir = tmp_path / "sent"
     synchronous = ["--trainer.on_policy=true", "--trainer.max_staleness=0"]
     with training(run_dir, "--trainer.steps=6", "--engine.count=2", *synchronous, SENT) as run:
@@ -91,5 +91,8 @@ def test_weights_are_sent_through_the_death_of_an_engine(tmp_path: Path) -> None
     lines = metrics(run_dir)
     assert max(line["logprob_max_error"] or 0 for line in lines[1:]) < 1e-3, "sent as trained"
     assert max(line["staleness/max"] for line in lines[1:]) == 0
+    assert max(line["weight_version/mixed_turn_ratio"] for line in lines[1:]) == 0
+    assert max(line["lag_kl"] for line in lines[1:]) < 1e-6
     assert all(line["time/publish"] > 0 for line in lines[1:])
-    assert held(run_dir).groups["trained"] == 24
+    audit = held(run_dir)
+    assert (audit.groups["trained"], audit.oldest_staleness) == (24, 0)
