@@ -40,6 +40,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--min-reward", type=float, default=1.0, help="with --sft: lowest reward to include (1.0)"
     )
+    parser.add_argument("--policy", help="with --for: policy whose sequences are written, of several")
     parser.add_argument("--out", type=Path, help="output file (RUN/export.jsonl, .parquet or .csv)")
     parser.set_defaults(run=run)
 
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, _: list[str]) -> int:
     elif arguments.csv:
         print(f"{_write_metrics(run_dir, out)} steps in {out}")
     elif arguments.format:
-        print(f"{write_format(run_dir, out, arguments.format)} rows in {out}")
+        print(f"{write_format(run_dir, out, arguments.format, arguments.policy)} rows in {out}")
         print(f"{arguments.format} has no place for: {FORMATS[arguments.format].lacks}")
     elif arguments.corrections:
         print(f"{write_corrections(run_dir, out)} corrected conversations in {out}")

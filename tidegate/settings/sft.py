@@ -27,6 +27,8 @@ class SFTSettings(SettingsSection):
     reward_part: str | None = None
     """Name of the part of the reward that `min_reward` and `per_group` compare, such as that of a judge.
     None: the reward."""
+    policy: str | None = None
+    """Policy whose sequences and rewards are used, of episodes of several policies. None: they are of one."""
     corrections: bool = False
     """Train on the corrections that users posted for the episodes, instead of on sampled replies."""
     replies: Literal["all", "last"] = "all"

@@ -17,11 +17,13 @@ from tidegate.program import advise_extra
 from tidegate.settings.sft import SFTSettings
 from tidegate.sft.chats import escaped, reply_ids
 from tidegate.sft.demonstration import Demonstration, demonstration
-from tidegate.trainer.records.export import corrections_of, is_left_out, sequences_of
+from tidegate.trainer.records.export import corrections_of, is_left_out, of_policy, reward_of, sequences_of
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 COLUMNS = ("session_id", "group_id", "task_id", "reward", "reward_parts", "input_ids", "trained")
 """Columns of an exported table that are read."""
+POLICIES = ("policy", "policy_rewards")
+"""Further columns, which older tables lack: they are of runs with one policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +45,16 @@ def read_episodes(path: Path, settings: SFTSettings) -> Iterator[Demonstration]:
     parts: set[str] = set()
     found = False
     for candidates in _steps(path):
-        scored = [(_score(candidate.line, settings.reward_part), candidate) for candidate in candidates]
+        scored = [(_score(candidate.line, settings), candidate) for candidate in candidates]
         for _, candidate in scored:
             parts |= set(candidate.line.get("reward_parts", ()))
         found = found or any(score is not None for score, _ in scored)
         for candidate in _selected(scored, settings):
             line = candidate.line
-            sequences = [(row.ids, row.mask) for row in candidate.make()]
+            rows = of_policy(candidate.make(), settings.policy, "sft.policy")
+            sequences = [(row.ids, row.mask) for row in rows]
+            if settings.policy is not None and not rows:
+                continue  # the policy has no turn in the episode
             yield demonstration(line["task_id"], f"{path}, episode {line['session_id']}", sequences)
     if not found and settings.reward_part is not None:
         raise ConfigError(
@@ -58,11 +63,12 @@ def read_episodes(path: Path, settings: SFTSettings) -> Iterator[Demonstration]:
         )
 
 
-def _score(line: Mapping[str, Any], part: str | None) -> float | None:
+def _score(line: Mapping[str, Any], settings: SFTSettings) -> float | None:
     """Return what episodes are compared by; None for those that are not trained on."""
     if line["reward"] is None or line.get("left_out"):
         return None
-    value = line["reward"] if part is None else line.get("reward_parts", {}).get(part)
+    part = settings.reward_part
+    value = reward_of(line, settings.policy) if part is None else line.get("reward_parts", {}).get(part)
     return None if value is None else float(value)
 
 
@@ -102,6 +108,7 @@ class _TableRow:
 
     ids: Any
     mask: Any
+    policy: str | None
 
 
 def _table(path: Path) -> Iterator[list[_Candidate]]:
@@ -116,7 +123,8 @@ def _table(path: Path) -> Iterator[list[_Candidate]]:
                 f"{path} has no column {', '.join(missing)}: export it with tidegate export --parquet"
             )
         for number in range(file.num_row_groups):  # one for each step
-            yield _of_step(file.read_row_group(number, columns=list(COLUMNS)).to_pylist())
+            columns = [*COLUMNS, *(name for name in POLICIES if name in file.schema_arrow.names)]
+            yield _of_step(file.read_row_group(number, columns=columns).to_pylist())
     except ArrowException as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
@@ -132,13 +140,17 @@ def _of_step(rows: list[dict[str, Any]]) -> list[_Candidate]:
 def _of_session(members: list[dict[str, Any]]) -> _Candidate:
     def make() -> list[_TableRow]:
         return [
-            _TableRow(np.array(row["input_ids"], dtype=np.int32), np.array(row["trained"], dtype=np.bool_))
+            _TableRow(
+                np.array(row["input_ids"], dtype=np.int32),
+                np.array(row["trained"], dtype=np.bool_),
+                row.get("policy"),
+            )
             for row in members
         ]
 
     left_out = not any(any(row["trained"]) for row in members)
-    parts = dict(members[0]["reward_parts"] or ())
-    return _Candidate({**members[0], "reward_parts": parts, "left_out": left_out}, make)
+    parts = {name: dict(members[0].get(name) or ()) for name in ("reward_parts", "policy_rewards")}
+    return _Candidate({**members[0], **parts, "left_out": left_out}, make)
 
 
 def read_corrections(path: Path, renderer: Renderer) -> Iterator[Demonstration]:

@@ -17,6 +17,7 @@ from tidegate.settings.sft import SFTSettings
 from tidegate.sft.demonstration import Demonstration
 from tidegate.sft.episodes import read_corrections, read_episodes
 from tidegate.trainer.batch.rows import rows_of
+from tidegate.trainer.records.export import write_parquet
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
 
 
@@ -105,6 +106,30 @@ def test_an_exported_table_gives_the_same_sequences_as_the_run(
     of_run, of_table = read(run_dir, **settings), read(table, **settings)
     assert sequences(of_table) == sequences(of_run)
     assert [each.task for each in of_table] == [each.task for each in of_run]
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_of_several_policies_one_is_chosen_with_its_rewards(run_dir: Path, table: bool) -> None:
+    def split(line: dict[str, Any]) -> dict[str, Any]:
+        line["policy_rewards"] = {"verifier": -1.0}
+        for turn in line["turns"]:
+            turn["policy"] = "solver" if turn["index"] == 0 else "verifier"
+            turn["parent"] = None
+        return line
+
+    whole = read(run_dir, min_reward=-5.0)
+    rewrite(run_dir, split)
+    path = run_dir
+    if table:
+        path = run_dir / "table.parquet"
+        write_parquet(run_dir, path)
+    with pytest.raises(ConfigError, match=r"one of several: name one with sft\.policy"):
+        read(path, min_reward=-5.0)
+    mine = read(path, min_reward=-5.0, policy="solver")
+    assert sessions(mine) == sessions(whole)
+    assert sum(len(one.rows) for one in mine) == len(mine)
+    assert read(path, min_reward=-0.5, policy="verifier") == []
+    assert read(path, min_reward=-5.0, policy="critic") == []
 
 
 def test_what_holds_no_episodes_is_refused(run_dir: Path, tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tidegate.errors import ConfigError, StorageError
 from tidegate.program import advise_extra
@@ -16,6 +16,14 @@ from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.formats import FORMATS
 from tidegate.trainer.records.trajectories import decode_trajectory, read_lines, step_files
+
+
+class _OfPolicy(Protocol):
+    @property
+    def policy(self) -> str | None: ...
+
+
+T = TypeVar("T", bound=_OfPolicy)
 
 
 def write_sft(run_dir: Path, out: Path, min_reward: float) -> int:
@@ -91,7 +99,8 @@ def write_parquet(run_dir: Path, out: Path) -> int:
     episode of the batch that was not trained on), `logprobs` (log μ, 0 for context), `versions` (−1 for
     context), `advantages`, and, null unless they were recorded, `top_ids` and `top_logprobs`: of each token
     the list of the engine's likeliest ids, and log μ of them; and `kept_counts`: the number of ids that
-    top-p, top-k and min-p kept (0: all), which `kept_ids` lists.
+    top-p, top-k and min-p kept (0: all), which `kept_ids` lists; and `policy`, null in a run with one, whose
+    reward `policy_rewards` has if it is not the episode's.
 
     Returns:
         Number of rows.
@@ -116,15 +125,22 @@ def write_parquet(run_dir: Path, out: Path) -> int:
     return written
 
 
-def write_format(run_dir: Path, out: Path, name: str) -> int:
+def write_format(run_dir: Path, out: Path, name: str, policy: str | None = None) -> int:
     """Write the episodes of the batches as JSONL in a format of FORMATS: a row per token sequence.
 
     ATIF has a document per episode, of dropped ones, too.
+
+    Args:
+        run_dir: Directory of the run.
+        out: File to write; it stays unchanged if an error occurs.
+        name: Name of the format.
+        policy: Policy whose sequences are written, with its rewards; None: the run has one.
 
     Returns:
         Number of lines.
 
     Raises:
+        ConfigError: The run has several policies and none is named, or not this one.
         TidegateError: As in `write_sft`.
     """
     made, written = FORMATS[name], 0
@@ -133,7 +149,11 @@ def write_format(run_dir: Path, out: Path, name: str) -> int:
         for _, line in _episodes(run_dir):
             if made.batches_only and line["state"] != State.STEPPED:
                 continue
-            for row in made.rows(line, sequences_of(line)):
+            found = sequences_of(line)
+            if made.batches_only:
+                found = of_policy(found, policy, "--policy")
+                line = {**line, "reward": reward_of(line, policy)}
+            for row in made.rows(line, found):
                 file.write(exact.dumps(row) + b"\n")
                 written += 1
     return written
@@ -159,6 +179,7 @@ def _schema(pa: Any) -> Any:
             "step": integer, "state": text, "session_id": text, "group_id": text, "slot": integer,
             "task_id": text, "env": text, "outcome": text, "reward": pa.float64(),
             "reward_parts": pa.map_(text, pa.float64()),
+            "policy": text, "policy_rewards": pa.map_(text, pa.float64()),
             "input_ids": pa.list_(integer), "trained": pa.list_(pa.bool_()), "logprobs": pa.list_(real),
             "versions": pa.list_(pa.int64()), "advantages": pa.list_(real),
             "top_ids": pa.list_(pa.list_(integer)), "top_logprobs": pa.list_(pa.list_(pa.float16())),
@@ -188,6 +209,30 @@ def sequences_of(line: Mapping[str, Any]) -> list[TrainingSequence]:
     return [replace(row, mask=row.mask & (not is_left_out(line))) for row in rows]
 
 
+def of_policy(rows: Sequence[T], policy: str | None, setting: str) -> list[T]:
+    """Returns the token sequences of a policy: all, in a run with one.
+
+    Args:
+        rows: Sequences with `policy`, which is empty or None in a run with one.
+        policy: Name of the policy; None: there is one.
+        setting: How it is set, for the error.
+
+    Raises:
+        ConfigError: A sequence is of a policy though none is named, or of none though one is.
+    """
+    for row in rows:
+        if bool(row.policy) != bool(policy):
+            there = f"of policy {row.policy!r}, one of several" if row.policy else "of a run with one policy"
+            what = f"name one with {setting}" if row.policy else f"leave out {setting}"
+            raise ConfigError(f"the episodes are {there}: {what}")
+    return [row for row in rows if (row.policy or None) == policy]
+
+
+def reward_of(line: Mapping[str, Any], policy: str | None) -> Any:
+    """Returns the reward of a policy's turns in the episode of a line."""
+    return (line.get("policy_rewards") or {}).get(policy, line["reward"])
+
+
 def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
     for line in read_lines(path):
         for row in sequences_of(line):
@@ -198,6 +243,8 @@ def _rows(step: int, path: Path) -> Iterator[dict[str, Any]]:
                 "outcome": line["outcome"],
                 "reward": line["reward"],
                 "reward_parts": line["reward_parts"],
+                "policy": row.policy or None,
+                "policy_rewards": line.get("policy_rewards"),
                 "input_ids": row.ids,
                 "trained": row.mask,
                 "logprobs": row.logprobs,

@@ -104,6 +104,30 @@ def test_tinker_gets_the_ids_logprobs_and_advantages(
         assert set(tensors["advantages"].tolist()) <= {0.0, float(np.float32(line["advantage"] or 0))}
 
 
+def test_of_several_policies_one_is_written_with_its_rewards(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [path] = step_files(run_dir).values()
+    lines = list(read_lines(path))
+    for line in lines:
+        line["policy_rewards"] = {"verifier": 0.75}
+        for turn in line["turns"]:
+            turn["policy"] = "verifier" if turn["index"] == 1 else "solver"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["export", str(run_dir), "--for", "trl"]) == 2
+    assert "one of several: name one with --policy" in capsys.readouterr().err
+    for name, rewards in {"solver": [0.0, 0.3], "verifier": [0.75, 0.75], "critic": []}.items():
+        assert main(["export", str(run_dir), "--for", "trl", "--policy", name]) == 0
+        rows = [json.loads(line) for line in (run_dir / "export.jsonl").read_text().splitlines()]
+        assert [row["reward"] for row in rows] == rewards
+        assert all((row["completion_ids"][0] == 21) == (name == "verifier") for row in rows)
+    assert main(["export", str(run_dir), "--for", "atif"]) == 0, "whole episodes, with each reply's policy"
+    document = json.loads((run_dir / "export.jsonl").read_text().splitlines()[0])
+    replies = [step["metrics"]["extra"]["policy"] for step in document["steps"] if "metrics" in step]
+    assert replies == ["solver", "solver"]
+    assert document["extra"]["policy_rewards"] == {"verifier": 0.75}
+
+
 @pytest.mark.parametrize(
     ("name", "completion", "logprobs", "mask", "reward"),
     [
