@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.attempts.queue import AttemptQueue
-from tidegate.gateway.engines.engine import EngineEndpoint, EngineRecord
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.environments.calls import EnvironmentCalls
 from tidegate.gateway.environments.states import EpisodeStates
@@ -27,6 +26,7 @@ from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.policies import ServedPolicies
 from tidegate.gateway.project_keys import KeyFile
+from tidegate.gateway.registered_engines import RegisteredEngines
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.sessions.session import (
     FinishReport,
@@ -92,6 +92,7 @@ class Gateway:
             self.journal, self.sessions, self.finisher, self.states, options.id_prefix
         )
         prompts = {name: policy.prompts for name, policy in self.policies.by_name.items()}
+        self.engines = RegisteredEngines(self.pool, self.journal, self.policies)
         self.turns = TurnPipeline(prompts, self.pool, self.metrics, self.journal)
         self._failed: str | None = None
         self._sweeper: asyncio.Task[None] | None = None
@@ -108,12 +109,7 @@ class Gateway:
             await self.options.environments.start()
         recovered = self.journal.load()
         self.groups.restore(recovered)
-        self.pool.trainer_managed = recovered.trainer_managed
-        for record in (*map(EngineRecord, self.options.engine_urls), *recovered.engines):
-            if record.policy in self.policies.engine_sets:
-                await self.pool.add(record)
-            else:
-                log.warning("engine %s is left out: policy %r is not served", record.url, record.policy)
+        await self.engines.restore(recovered, self.options.engine_urls)
         self._resume_sessions(recovered)
         self._sweeper = asyncio.create_task(self._sweep(), name="session sweeper")
         self._sweeper.add_done_callback(self._on_sweeper_done)
@@ -363,76 +359,6 @@ class Gateway:
         self.sealer.forget(group_id)
         for session in self.sessions.of_group(group_id):
             session.stop(why)
-
-    # -- engines ---------------------------------------------------------------------------------
-
-    async def add_engine(
-        self, url: str, control: Sequence[str] = (), admitted: bool | None = None, policy: str = ""
-    ) -> EngineEndpoint:
-        """Adds an engine of a policy, which is kept across restarts. Idempotent. Raises GatewayError.
-
-        `admitted` is set by trainers: whether the engine has the current version and receives calls. From
-        then on the trainer manages the gateway, and engines that others add (None) wait until it admits them.
-        """
-        existing = self.pool.get(url)
-        policy = policy or (existing.policy if existing is not None else "")
-        self._check_engine(url, existing, policy)
-        joined = admitted is None if existing is None else existing.joined
-        if admitted is not None:
-            self._start_trainer_management(existing)
-        else:
-            admitted = not self.pool.trainer_managed if existing is None else existing.admitted
-        engine = await self.pool.add(EngineRecord(url, tuple(control), joined, admitted, policy), wait_s=2.0)
-        await self._record_engines()
-        return engine
-
-    def _check_engine(self, url: str, existing: EngineEndpoint | None, policy: str) -> None:
-        """Raises GatewayError for an engine of an unknown policy, or of another one than before."""
-        sets = self.policies.engine_sets
-        if policy not in sets:
-            names = (
-                f"the policies are {', '.join(sorted(sets))}" if self.policies.named else "there is only one"
-            )
-            what = f"policy {policy!r} has no engines here" if policy else "it names no policy"
-            raise GatewayError(f"engine {url}: {what}; {names}", status=400)
-        if existing is not None and existing.policy != policy:
-            raise GatewayError(
-                f"engine {url} serves policy {existing.policy!r}: remove it, then add it for {policy!r}",
-                status=409,
-            )
-
-    async def admit_engine(self, url: str, admitted: bool) -> EngineEndpoint:
-        """Sets, for a trainer, whether an engine receives calls. Raises GatewayError if it is unknown."""
-        existing = self.pool.get(url)
-        if existing is None:
-            raise GatewayError(f"there is no engine {url}", status=404)
-        self._start_trainer_management(existing)
-        await self.pool.add(existing.record._replace(admitted=admitted))
-        await self._record_engines()
-        return existing
-
-    def set_candidate(self, urls: Collection[str], share: float) -> None:
-        """Sets, for a trainer, the engines with a version that is not promoted yet; none: there is none.
-
-        A restarted gateway has no candidate engines: the trainer repeats the call.
-        """
-        if unknown := [url for url in urls if self.pool.get(url) is None]:
-            raise GatewayError(f"there is no engine {unknown[0]}", status=404)
-        self.pool.set_candidate(urls, share)
-
-    def _start_trainer_management(self, engine: EngineEndpoint | None) -> None:
-        self.pool.trainer_managed = True
-        if engine is not None:
-            engine.weight_version = None  # set by the next probe, as the trainer may have loaded weights
-
-    async def remove_engine(self, url: str) -> None:
-        await self.pool.remove(url)
-        await self._record_engines()
-
-    async def _record_engines(self) -> None:
-        await self.journal.engines(
-            [engine.record for engine in self.pool.engines()], self.pool.trainer_managed
-        )
 
 
 def _check_storable(*values: Any) -> None:

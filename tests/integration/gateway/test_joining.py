@@ -123,8 +123,8 @@ async def test_joined_and_waiting_engines_survive_a_restart_of_the_gateway(tmp_p
     options = GatewayOptions(model=make_model_dir(tmp_path / "tiny"), journal=tmp_path / "journal")
     first = Gateway(options)
     await first.start()
-    await first.add_engine("http://127.0.0.1:5", admitted=True)
-    await first.add_engine("http://127.0.0.1:6", ["http://127.0.0.1:7"])
+    await first.engines.add("http://127.0.0.1:5", admitted=True)
+    await first.engines.add("http://127.0.0.1:6", ["http://127.0.0.1:7"])
     await first.close()
     later = Gateway(options)
     await later.start()
@@ -132,5 +132,5 @@ async def test_joined_and_waiting_engines_survive_a_restart_of_the_gateway(tmp_p
         ("http://127.0.0.1:5", ("http://127.0.0.1:5",), False, True, ""),
         ("http://127.0.0.1:6", ("http://127.0.0.1:7",), True, False, ""),
     ]
-    assert not (await later.add_engine("http://127.0.0.1:8")).admitted
+    assert not (await later.engines.add("http://127.0.0.1:8")).admitted
     await later.close()

@@ -279,20 +279,20 @@ def _add_engines(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/engines")
     async def add_engine(body: schemas.AddEngine) -> dict[str, Any]:
-        return (await gateway.add_engine(body.url, body.control, body.admitted, body.policy)).to_wire()
+        return (await gateway.engines.add(body.url, body.control, body.admitted, body.policy)).to_wire()
 
     @app.patch("/engines")
     async def admit_engine(body: schemas.AdmitEngine) -> dict[str, Any]:
-        return (await gateway.admit_engine(body.url, body.admitted)).to_wire()
+        return (await gateway.engines.admit(body.url, body.admitted)).to_wire()
 
     @app.put("/engines/candidate")
     async def set_candidate(body: schemas.SetCandidate) -> dict[str, str]:
-        gateway.set_candidate(body.engines, body.share)
+        gateway.engines.set_candidate(body.engines, body.share)
         return {}
 
     @app.delete("/engines")
     async def remove_engine(body: schemas.EngineUrl) -> dict[str, str]:
-        await gateway.remove_engine(body.url)
+        await gateway.engines.remove(body.url)
         return {}
 
 
