@@ -17,8 +17,11 @@ def is_right(expression, answer):
 
 
 def parts(output, answer):
-    """Whether each proposal is right, and whether each verdict is."""
-    episode = json.loads(output)
+    """Number of the chosen proposal, whether each proposal is right, and whether each verdict is."""
+    try:
+        episode = json.loads(output or "")
+    except ValueError:
+        return 0, [False], [False]
     right = [is_right(one, answer) for one in episode["proposals"]]
     judged = [(said == "yes") == was for said, was in zip(episode["verdicts"], right, strict=True)]
     return episode["chosen"], right, judged
@@ -36,8 +39,18 @@ class Duo(Arithmetic):
 
     rewards = (Reward("chosen", chosen),)
 
+    def gold_output(self, task):
+        """The output of a right proposal that is believed."""
+        expression = task.answer.partition(" = ")[0]
+        return json.dumps({"chosen": 0, "proposals": [expression], "verdicts": ["yes"]})
+
     def turn_rewards(self, task, trajectory):
         """A proposal's turn has 1 if it is right, a verdict's turn if the verdict is."""
         _, right, judged = parts(trajectory.output, task.answer)
-        values = {"solver": iter(right), "verifier": iter(judged)}
-        return {turn.index: float(next(values[turn.policy])) for turn in trajectory.delivered_turns()}
+        found = {}
+        for policy, values in (("solver", right), ("verifier", judged)):
+            turns = [turn.index for turn in trajectory.delivered_turns() if turn.policy == policy]
+            found |= dict(
+                zip(turns, map(float, values), strict=False)
+            )  # nothing of an output of another form
+        return found

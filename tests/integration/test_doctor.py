@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests import REPO
 from tests.fakes import FakeEngine, Fault
 from tests.local_rewards import LocalRewards
 from tests.serving import served
@@ -470,3 +471,11 @@ def test_the_command_tells_in_words_with_an_engine_of_its_own(tmp_path: Path) ->
     (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
     words = ["--agent.use", "mine.py:agent", "--sampling.max_tokens", "8"]
     check_words(doctor(*words, cwd=tmp_path), "engine.log")
+
+
+@pytest.mark.slow
+def test_each_of_several_policies_has_an_engine() -> None:
+    done = doctor(str(REPO / "examples" / "duo" / "config.toml"), "--json", cwd=REPO)
+    said = json.loads(done.stdout)
+    assert done.returncode == 0, said
+    assert [one["check"] for one in said["findings"]].count("engine") == 2

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -106,27 +107,35 @@ class Examination:
             healthy = [self._report(await check_fields(url, self.settings)) for url in urls]
         if not urls or not all(healthy):
             self._skip("episode", "no engine works")
+        elif any(len(policies) > 1 for policies in self.settings.engine_sets.values()):
+            self._skip("episode", "the adapters of policies that share engines are made at a run's start")
         elif environment is None:
             self._skip("episode", "the environment has an error")
         else:
             await self._try_agent(stack, urls, environment, renderer)
 
-    async def _engines(self, stack: contextlib.AsyncExitStack) -> list[str]:
-        """Yields the settings' engines, or an embedded one as in a run; none if it cannot start."""
-        settings = self.settings
+    async def _engines(self, stack: contextlib.AsyncExitStack) -> dict[str, str]:
+        """Returns the policies of the settings' engines, or of one for each, by URL; none if one fails."""
+        settings, urls = self.settings, dict[str, str]()
         if settings.engine.urls:
-            return [url.rstrip("/") for url in settings.engine.urls]
-        weights = settings.model.path.absolute()
-        try:
-            engine = LocalProcesses().engines(settings, self.folder, lambda: (weights, 0))[0]
-            stack.push_async_callback(engine.stop)
-            return [await engine.start()]
-        except (ConfigError, StartError) as failure:
-            self._report([error("engine", "engine_does_not_start", str(failure))])
-            return []
+            return dict.fromkeys((url.rstrip("/") for url in settings.engine.urls), "")
+        for policy in settings.engine_sets:
+            own = settings.of_policy(policy)
+            try:
+                engine = LocalProcesses().engines(own, self.folder, partial(_current, own), policy)[0]
+                stack.push_async_callback(engine.stop)
+                urls[await engine.start()] = policy
+            except (ConfigError, StartError) as failure:
+                self._report([error("engine", "engine_does_not_start", str(failure))])
+                return {}
+        return urls
 
     async def _try_agent(
-        self, stack: contextlib.AsyncExitStack, urls: list[str], environment: Environment, renderer: Renderer
+        self,
+        stack: contextlib.AsyncExitStack,
+        urls: dict[str, str],
+        environment: Environment,
+        renderer: Renderer,
     ) -> None:
         gateway = await self._gateway(stack, urls)
         if (source := self.settings.agent.source) != "local":
@@ -149,13 +158,13 @@ class Examination:
                 return
             self._report(judge_episode(episode, self.settings, renderer))
             lengths.append(episode.trajectory.sampled_tokens())
-        rate = await measure_rate(urls, episodes_at_a_time(self.settings))
+        rate = await measure_rate([*urls], episodes_at_a_time(self.settings))
         if rate and any(lengths):
             known = (self.settings, rate, fmean(lengths), environment.eval_sets())
             self._report([ok("speed", forecast(*known))])
             self._report([warning("speed", "slow", *told) for told in advice(*known)])
 
-    async def _gateway(self, stack: contextlib.AsyncExitStack, urls: list[str]) -> GatewayClient | None:
+    async def _gateway(self, stack: contextlib.AsyncExitStack, urls: dict[str, str]) -> GatewayClient | None:
         key = admin_key(self.settings)
         service = LocalProcesses().gateway(self.settings, self.folder, {"admin_key": key}, None)
         stack.push_async_callback(service.stop)
@@ -163,8 +172,8 @@ class Examination:
         try:
             client = GatewayClient(await service.start(), key)
             stack.push_async_callback(client.close)
-            for url in urls:
-                await client.add_engine(url)
+            for url, policy in urls.items():
+                await client.add_engine(url, policy=policy)
             await client.health()
         except (StartError, GatewayError) as failure:
             self._report([error("gateway", "gateway_does_not_start", str(failure))])
@@ -190,3 +199,7 @@ class Examination:
         supervisor.watch(supervise_agents(process, workers, lambda _: None), process.name)
         self._report([ok("agent", f"{agent.use} is loaded")])
         return supervisor
+
+
+def _current(settings: Settings) -> tuple[Path, int]:
+    return settings.model.path.absolute(), 0
