@@ -18,6 +18,7 @@ from tests.journal_copy import write_journal
 from tests.journal_model import CLOSING, FINISHED, State, TurnPart, differences, told
 from tidegate import failpoints
 from tidegate.gateway import gateway as gateway_module
+from tidegate.gateway import policies
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.journal import sqlite
@@ -69,7 +70,7 @@ class World:
         self._sampled = 0
         patch.setattr(sqlite, "FLUSH_DELAY_S", 3600.0)
         patch.setattr(gateway_module, "SWEEP_S", 3600.0)
-        patch.setattr(gateway_module, "check_conformance", functools.cache(gateway_module.check_conformance))
+        patch.setattr(policies, "check_conformance", functools.cache(policies.check_conformance))
         patch.setattr(failpoints, "reach", self._reach)
         self.run(self._start({}))
 
