@@ -24,6 +24,7 @@ from tidegate.viewer.signs.rules import APART, FILTERED
 from tidegate.viewer.signs.watch import SignWatch, watch_of, watch_of_run
 
 STEPS = 60
+PLAIN = ("entropy", "lag_kl", "mismatch_kl", "logprob_drift", "clip_fraction")
 Curve = Callable[[int], float]
 
 
@@ -53,9 +54,7 @@ def run(seed: int = 0, **curves: Curve | None) -> SignWatch:
             evaluated = name.startswith("eval")
             if curve is not None and (step % 10 == 0 if evaluated else step > 0):
                 noise = 1.0 if name in exact else rng.gauss(1.0, 0.03)
-                row[name.replace("_", "/", 1) if name not in ("entropy", "lag_kl") else name] = (
-                    curve(max(step, 1)) * noise
-                )
+                row[name.replace("_", "/", 1) if name not in PLAIN else name] = curve(max(step, 1)) * noise
         watch.step(row)
     return watch
 
@@ -74,6 +73,7 @@ TRIGGERS: dict[str, dict[str, Curve]] = {
     FILTERED: {"reward_zero_variance_ratio": flat(0.95), "reward_all_failed_ratio": flat(0.9),
                "reward_all_solved_ratio": flat(0.05)},
     "policy stands still": {"lag_kl": flat(2e-8), "reward_mean": flat(0.5)},
+    "engine and trainer part": {"lag_kl": flat(0.05)},
     "policy loses": {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.7, 0.2)},
 }  # fmt: skip
 
@@ -106,6 +106,10 @@ QUIET: dict[str, list[dict[str, Curve | None]]] = {
         {"lag_kl": flat(2e-8), "reward_mean": flat(0.9), "reward_all_solved_ratio": flat(0.7)},
         {"lag_kl": flat(2e-8), "reward_mean": line(0.1, 0.9)},
     ],
+    "engine and trainer part": [
+        {"lag_kl": flat(0.012)},  # as at a staleness of 8
+        {"lag_kl": lambda step: 0.05 if step > 57 else 1e-3},
+    ],
     "policy loses": [
         {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.5, 0.6)},  # both learn
         {"policy/a/reward": flat(0.5), "policy/b/reward": line(0.7, 0.2)},  # nobody wins
@@ -126,6 +130,17 @@ def test_a_series_with_the_fault_triggers_its_sign_alone(name: str) -> None:
         assert list(current) == [name]
         sign = current[name].sign
         assert all(len(text) > 10 for text in (sign.numbers, sign.threshold, sign.remedy))
+
+
+def test_what_parts_engine_and_trainer_is_told() -> None:
+    old = run(lag_kl=flat(0.05), mismatch_kl=flat(1e-6), logprob_drift=flat(0.2), clip_fraction=flat(0.1))
+    sign = old.current["engine and trainer part"].sign
+    assert "logprobs of sampled tokens differ by 0.2" in sign.numbers
+    assert "of the tokens are clipped" in sign.numbers
+    assert sign.remedy.startswith("Tokens are too old: lower trainer.max_staleness")
+    other = run(lag_kl=flat(0.05), mismatch_kl=flat(0.05)).current["engine and trainer part"].sign
+    assert "with equal weights" in other.numbers
+    assert other.remedy.startswith("Engine and trainer compute other logprobs for the same weights")
 
 
 @pytest.mark.parametrize(

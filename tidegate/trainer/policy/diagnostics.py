@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import Microbatch
+from tidegate.trainer.losses.parts import SMALLEST_REST
+
+CENTERED = 0.01
+"""Difference of the listed probabilities above which a token counts in `centered_fraction`."""
 
 
 class Diagnostics:
@@ -22,10 +26,14 @@ class Diagnostics:
     - `mismatch_kl`: `lag_kl` over tokens of the trainer's own version only: weights are equal, so it measures
       numerical differences. NaN without such tokens.
     - `logprob_max_error`: the largest |log π − log μ| over the same tokens. NaN without such tokens.
+    - `logprob_drift`: the mean |log r| over all trained tokens.
     - `ess`: (Σr)² ÷ (n · Σr²), the effective sample size as a share of the tokens (Kish, 1965); 1 on policy.
     - `ess_rows`: the same over rows, with the product of r over each row, as a share of the rows.
     - `clip_fraction`: the share of tokens whose ratio the loss truncated, masked, or clipped so that no
       gradient is left.
+    - `unlisted_mass`: the mean probability, under μ, of the ids that the engine did not list, and
+      `centered_fraction`: the share of tokens at which Σ |μ − ρ·π| over the listed ids exceeds CENTERED, with
+      ρ as in `centering`; only with score centering.
     - `entropy`: the mean entropy of the sampled tokens' distributions, in nats.
     - `reference_kl`: KL(π_θ‖π_ref) by k3; only with a reference model.
 
@@ -51,6 +59,7 @@ class Diagnostics:
         self._sum("own", own_n)
         self._sum("own_k3", torch.where(own_n, k3_n, 0.0))
         self._sum("k3", k3_n)
+        self._sum("drift", log_ratio_n.abs())
         self._sum("entropy", entropy_n)
         self._sum("clipped", clipped_n)
         self._sum("ratio", ratio_n)
@@ -59,6 +68,14 @@ class Diagnostics:
         self._sum("rows", torch.ones_like(row_ratio_b))
         self._sum("row_ratio", row_ratio_b)
         self._sum("row_ratio_squared", row_ratio_b.square())
+        if batch.sampler_listed_nk is not None and batch.policy_listed_nk is not None:
+            sampled_nk, own_nk = batch.sampler_listed_nk.exp(), batch.policy_listed_nk.exp()
+            rests = [
+                (1.0 - listed_nk.sum(dim=1)).clamp(min=SMALLEST_REST) for listed_nk in (sampled_nk, own_nk)
+            ]
+            moved_n = (sampled_nk - (rests[0] / rests[1])[:, None] * own_nk).abs().sum(dim=1)
+            self._sum("unlisted", (1.0 - sampled_nk.sum(dim=1)).clamp(min=0.0))
+            self._sum("centered", moved_n > CENTERED)
         if batch.reference_n is not None:
             distance_n = (logprobs_n.double() - batch.reference_n.double()).clamp(-20.0, 20.0)
             self._sum("reference_k3", torch.expm1(-distance_n) + distance_n)
@@ -88,6 +105,7 @@ def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
     metrics = {
         "mismatch_kl": sums["own_k3"] / own if own else math.nan,
         "lag_kl": sums["k3"] / tokens,
+        "logprob_drift": sums["drift"] / tokens,
         "entropy": sums["entropy"] / tokens,
         "clip_fraction": sums["clipped"] / tokens,
         "ess": sums["ratio"] ** 2 / (tokens * sums["ratio_squared"]),
@@ -95,6 +113,9 @@ def distance_metrics(totals: Sequence[Mapping[str, float]]) -> dict[str, float]:
         # NumPy's maximum keeps NaN; Python's depends on the order.
         "logprob_max_error": float(np.max(errors)) if own else math.nan,
     }
+    if "unlisted" in sums:
+        metrics["unlisted_mass"] = sums["unlisted"] / tokens
+        metrics["centered_fraction"] = sums["centered"] / tokens
     if "reference_k3" in sums:
         metrics["reference_kl"] = sums["reference_k3"] / tokens
     return metrics

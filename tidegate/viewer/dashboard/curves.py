@@ -24,6 +24,7 @@ UNITS = (
     ("groups/", "groups"), ("attempts/", "attempts"), ("failures/", "attempts"), ("reward/", "reward"),
     ("eval/reward", "reward"), ("eval/episodes", "episodes"), ("turns/", "turns"), ("tool_calls/", "calls"),
     ("repetition/", "share of 4-grams"), ("entropy", "nats per token"), ("lag_kl", "nats per token"),
+    ("logprob_drift", "nats per token"), ("unlisted_mass", "probability"),
     ("mismatch_kl", "nats per token"), ("reference_kl", "nats per token"), ("teacher/kl", "nats per token"),
     ("selection/", ""), ("episode/", "mean per episode"),
 )  # fmt: skip

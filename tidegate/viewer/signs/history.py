@@ -16,6 +16,7 @@ KEPT = (
     "entropy", "repetition/mean", "length/mean", "reward/mean", "reward/std", "reward/zero_variance_ratio",
     "length/cut_ratio", "reward/all_solved_ratio", "reward/all_failed_ratio", "judge/agreement",
     "judge/diverging", "selection/filtered_groups", "lag_kl", "staleness/mean",
+    "mismatch_kl", "logprob_drift", "clip_fraction",
 )  # fmt: skip
 
 

@@ -27,6 +27,9 @@ EQUAL_GROUPS = 0.8
 """Share of groups whose rewards are all equal."""
 STILL = 1e-6
 """KL divergence, in nats per token, between policies one version apart. Runs that learn have 1e-4 to 1e-2."""
+PARTED = 0.02
+"""KL divergence of engine and trainer, in nats per token. Losses with a trust region stay below 0.013 at a
+staleness of 8; in runs that fall back it is 0.036 and more (docs/losses.md)."""
 APART = "judge apart from verifier"
 FILTERED = "everything filtered"
 
@@ -246,9 +249,36 @@ def policy_stands_still(history: MetricHistory) -> Sign | None:
     )  # fmt: skip
 
 
+def engine_and_trainer_part(history: MetricHistory) -> Sign | None:
+    """Tokens are sampled from a distribution that the trainer's is far from."""
+    newest = history.newest("lag_kl")
+    if newest is None or newest < PARTED / 10:
+        return None  # as in nearly all steps: cheaper than the means
+    lag, mismatch = history.last("lag_kl"), history.last("mismatch_kl")
+    if lag is None or lag.mean < PARTED:
+        return None
+    drift, clipped = history.last("logprob_drift"), history.last("clip_fraction")
+    details = [f", logprobs of sampled tokens differ by {number(drift.mean)}"] if drift is not None else []
+    details += [f", {number(clipped.mean)} of the tokens are clipped"] if clipped is not None else []
+    if mismatch is not None and mismatch.mean >= PARTED:
+        details.append(f"; {number(mismatch.mean)} with equal weights")
+        remedy = (
+            "Engine and trainer compute other logprobs for the same weights: use the same data type "
+            "(engine.dtype, trainer.compute_dtype) and no quantisation; trainer.routing_replay with experts. "
+        )
+    else:
+        remedy = "Tokens are too old: lower trainer.max_staleness or trainer.learning_rate. "
+    return Sign(
+        "engine and trainer part", "lag_kl",
+        f"KL divergence {_in(lag)} nats per token" + "".join(details),
+        f"{number(PARTED, 2)} or more",
+        remedy + 'See trainer.loss.name and score_centering in docs/losses.md.',
+    )  # fmt: skip
+
+
 RULES: tuple[Callable[[MetricHistory], Sign | None], ...] = (
     entropy_collapse, repetition_rise, length_explosion, held_out_fall, judge_diverges, everything_filtered,
-    policy_stands_still, policy_loses,
+    policy_stands_still, engine_and_trainer_part, policy_loses,
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
     expected = {
         "mismatch_kl": k3[version == 3].mean(),
         "lag_kl": k3.mean(),
+        "logprob_drift": np.abs(gap).mean(),
         "entropy": entropy.mean(),
         "clip_fraction": (ratio > 1.5).mean(),
         "ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
@@ -43,6 +45,21 @@ def test_diagnostics_are_their_formulas_over_all_microbatches():
     }
     assert len(products) == 9
     assert distance_metrics([found.totals()]) == pytest.approx(expected)
+
+
+def test_listed_ids_show_the_mass_outside_and_the_tokens_that_centering_moves() -> None:
+    (batch,) = lay(make_rows(1), 4096)
+    count = len(batch.logprobs_n)
+    listed_nk = torch.tensor([[0.5, 0.25]]).log().expand(count, 2).clone()
+    policy_nk = listed_nk.clone()
+    policy_nk[0] = torch.tensor([0.75, 0.0]).log()  # the same rest, but other ids
+    policy_nk[1] = torch.tensor([0.4, 0.2]).log()  # a larger rest alone: the ids are moved, too
+    batch = replace(batch, sampler_listed_nk=listed_nk, policy_listed_nk=policy_nk)
+    found = Diagnostics(version=3)
+    found.add(batch.logprobs_n, torch.zeros(count), none_cut(batch), batch)
+    metrics = distance_metrics([found.totals()])
+    assert metrics["unlisted_mass"] == pytest.approx(0.25)
+    assert metrics["centered_fraction"] == pytest.approx(2 / count)
 
 
 def test_without_tokens_of_its_own_version_the_mismatch_is_unknown():
