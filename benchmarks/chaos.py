@@ -9,12 +9,14 @@ of every episode from ledger, trajectories and checkpoints.
 
 With `--stateful` each episode has a state, and its calculator is a tool of the environment (`desk.py`). With
 `--policies` the run is that of examples/duo, and both policies of a checkpoint must have taken its steps.
+With `--tinker` the run trains and samples at a stand-in for a Tinker service (`tests/fake_tinker.py`), whose
+states are files, and is killed between the calls of a step, too; rewards are those of a coin.
 
 With `--keep DIR --for SECONDS` the benchmark runs in pieces: a piece stops after its time (the run is killed
 once more) with exit code 2, and the next call with the same DIR continues.
 
     python benchmarks/chaos.py [--json] [--steps 40] [--kills 30] [--failpoints NAMES] [--seed 0]
-                               [--stateful | --policies] [--keep DIR [--for SECONDS]]
+                               [--stateful | --policies | --tinker] [--keep DIR [--for SECONDS]]
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.ledger.audit import audit_run
 
 ROOT = Path(__file__).parents[1]
-DEMO, DUO = (ROOT / "examples" / name / "config.toml" for name in ("demo", "duo"))
+DEMO, DUO, AT_SERVICE = (ROOT / "examples" / name / "config.toml" for name in ("demo", "duo", "tinker"))
 GROUPS_PER_BATCH = 8
 WRITES = (
     "config", "metrics.line", "metrics.truncated", "trajectories.step", "trajectories.eval",
@@ -54,6 +56,10 @@ WRITES = (
     "ledger.attempt.cancelled",
 )  # fmt: skip
 """Durable writes of the trainer, except the one that ends a run."""
+TINKER = (
+    "tinker.opened", "tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted",
+)  # fmt: skip
+"""Calls of the trainer at a Tinker service, after which it is killed with `--tinker`."""
 LAST = ("ledger.run.ended",)
 GATEWAY = (
     "opened", "recorded", "sent", "closing", "finished", "forgotten", "sealed", "entered", "leased", "ended",
@@ -85,6 +91,7 @@ class Chaos:
     rng: random.Random
     stateful: bool = False
     policies: bool = False
+    tinker: bool = False
     starts: int = 0
     seconds: float = 0.0
     """Duration of the earlier pieces."""
@@ -110,16 +117,22 @@ class Chaos:
         self.fired.mkdir(exist_ok=True, parents=True)
         resume = ["--resume"] if (self.run_dir / "ledger.jsonl").exists() else []
         agent = "RaisingChat" if self.stateful else "raising_duo" if self.policies else "RaisingSolver"
-        environments = [f"--env.use={ROOT}/benchmarks/desk.py:Desk"] if self.stateful else []
+        world = "Desk" if self.stateful else "Coin" if self.tinker else None
+        environments = [f"--env.use={ROOT}/benchmarks/desk.py:{world}"] if world else []
         armed = ",".join(f"{name}:{count}" for name, count in places.items())
         environment = {
             **os.environ, VARIABLE: armed, PASSED: str(self.fired), "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
+        config = DUO if self.policies else DEMO
+        if self.tinker:
+            config, path = AT_SERVICE, f"{ROOT}/tests/tinker_sdk:{ROOT}"
+            environment |= {"PYTHONPATH": path, "FAKE_TINKER": str(self.run_dir.parent / "service")}
+            environments.append("--trainer.tinker.base_url=http://127.0.0.1:1")
         with open(self.run_dir.parent / "out", "ab") as out:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "tidegate", "train", str(DUO if self.policies else DEMO), *resume,
+                    sys.executable, "-m", "tidegate", "train", str(config), *resume,
                     f"--run.dir={self.run_dir.parent}", f"--run.name={self.run_dir.name}",
                     "--run.live_view=false",
                     f"--trainer.steps={self.steps}", "--trainer.checkpoint_every=2",
@@ -155,7 +168,7 @@ class Chaos:
             return {}
         found = {"trainer": self.process.pid}
         for child, command in children(self.process.pid):
-            for name, word in MARKS.items():
+            for name, word in {**MARKS, "engine": "tinker" if self.tinker else "engine"}.items():
                 if f"\0tidegate\0{word}\0".encode() in command:
                     found[name] = child
         for child, command in children(found.get("environments", 0)):
@@ -280,11 +293,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stateful", action="store_true", help="each episode has a state and a tool")
     parser.add_argument("--policies", action="store_true", help="a solver and a verifier are trained")
+    parser.add_argument("--tinker", action="store_true", help="train at a stand-in for a Tinker service")
     parser.add_argument("--keep", type=Path, help="directory in which to keep the run")
     parser.add_argument("--for", dest="seconds", type=float, default=1500.0, help="duration of this piece")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     trainer = [f"{write}.{when}" for write in WRITES for when in ("before", "after")]
+    trainer += TINKER if arguments.tinker else ()
     gateway = [f"{write}.{when}" for write in GATEWAY for when in ("before", "within", "after")]
     last = [f"{write}.{when}" for write in LAST for when in ("before", "after")]
     if arguments.failpoints is not None:
@@ -302,7 +317,13 @@ def endure(
     """Kills and restarts the run until all is done or the time is over."""
     trainer, gateway, last = points
     chaos = Chaos(
-        directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful, arguments.policies
+        directory / "run",
+        arguments.steps,
+        arguments.tasks,
+        rng,
+        arguments.stateful,
+        arguments.policies,
+        arguments.tinker,
     )
     chaos.recall()
     began = time.monotonic()

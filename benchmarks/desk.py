@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from tidegate.agents.calculator import calculate
@@ -38,3 +39,13 @@ class Desk(Arithmetic):
 
     async def teardown(self, state: dict[str, Any]) -> None:
         state["open"] = False
+
+
+async def coin(output: str | None) -> float:
+    return float(zlib.crc32((output or "").encode()) % 2)
+
+
+class Coin(Arithmetic):
+    """Rewards the replies of a model that learns nothing."""
+
+    rewards = (Reward("coin", coin),)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -25,6 +27,24 @@ class APIConnectionError(Exception):
 
 class BadRequestError(Exception):
     status_code = 400
+
+
+class NotFoundError(Exception):
+    status_code = 404
+
+
+class ValidationError(ValueError):
+    pass
+
+
+def failed_result(why: str) -> ValueError:
+    """The error of a request that the service took and that failed."""
+    error = ValueError(f"Error retrieving result: {why}")
+    error.__cause__ = BadRequestError(why)
+    return error
+
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 
 
 @dataclass
@@ -70,13 +90,26 @@ class AdamParams:
 
 
 @dataclass
-class Result:
-    path: str = ""
-    loss_fn_outputs: list[dict[str, TensorData]] = field(default_factory=list)
+class ForwardBackwardOutput:
+    loss_fn_output_type: str
+    loss_fn_outputs: list[dict[str, TensorData]]
+    metrics: dict[str, float]
+
+
+@dataclass
+class OptimStepResponse:
+    metrics: dict[str, float] | None = None
+
+
+@dataclass
+class SaveWeightsResponse:
+    path: str
+    type: str | None = None
 
 
 @dataclass
 class Sequence:
+    stop_reason: str
     tokens: list[int]
     logprobs: list[float]
 
@@ -84,12 +117,23 @@ class Sequence:
 @dataclass
 class SampleResponse:
     sequences: list[Sequence]
+    type: str = "sample"
 
 
-def done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+class Reply(Future[Any]):
+    """A reply, or the error that it has in place of one; it takes a moment."""
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        if isinstance(value, Exception):
+            self.set_exception(value)
+        else:
+            self.set_result(value)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if timeout == 0.0:
+            raise TimeoutError
+        return super().result(timeout)
 
 
 class Files(MutableMapping[str, float]):
@@ -136,11 +180,23 @@ class Service:
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    holder: Any = field(default_factory=lambda: SimpleNamespace(execute_with_retries=None))
+    random: Random = field(default_factory=Random)
+    starts: int = 0
+    """Sessions end with the start that opened them."""
+    away: bool = False
+    of_skyrl: bool = False
+    """Whether paths of snapshots are those of skyrl-tx 0.3, which the SDK's call that deletes refuses."""
+    taken: dict[str, int] = field(default_factory=dict)
+    """The start in which a snapshot was taken; it is not sampled after another."""
 
-    def after(self, name: str, value: Any = None) -> Future[Any]:
+    def after(self, name: str, value: Any = None) -> Reply:
         self.calls.append(name)
         self.fault(len(self.calls), name)
-        return done(Result() if value is None else value)
+        return Reply(value)
+
+    def restart(self) -> None:
+        self.away, self.starts = False, self.starts + 1
 
     # -- the SDK's ServiceClient
 
@@ -149,7 +205,7 @@ class Service:
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> Training:
         if path not in self.states:
-            raise BadRequestError(f"no state {path}")
+            raise NotFoundError(f"no state {path}")
         return Training(self, self.states[path])
 
     async def create_sampling_client_async(self, **what: str) -> Sampling:
@@ -158,7 +214,9 @@ class Service:
     def create_rest_client(self) -> Service:
         return self
 
-    def delete_checkpoint_from_tinker_path(self, path: str) -> Future[Any]:
+    def delete_checkpoint_from_tinker_path(self, path: str) -> Reply:
+        if path.count("/") != 4:
+            raise ValueError(f"Invalid tinker path: {path}")
         self.deleted.append(path)
         self.states.pop(path, None)
         return self.after("delete")
@@ -170,25 +228,42 @@ class Training:
     weights: float
     gradient: float = 0.0
 
-    def forward_backward(self, data: list[Datum], loss: str, config: Any) -> Future[Any]:
+    def __post_init__(self) -> None:
+        self._start = self.service.starts
+
+    def _check(self) -> None:
+        if self.service.away:
+            raise APIConnectionError("Connection error.")
+        if self._start != self.service.starts:
+            raise failed_result("the model is not loaded")
+
+    def forward_backward(self, data: list[Datum], loss: str, config: Any) -> Reply:
+        self._check()
+        if loss not in LOSSES:
+            raise ValidationError(f"loss_fn: {loss}")
         self.gradient += sum(sum(one.loss_fn_inputs["advantages"].data) for one in data)
         logprobs = [[self.service.logprob] * len(one.model_input.ids) for one in data]
-        outputs = [{"logprobs": TensorData(values, "float32", [len(values)])} for values in logprobs]
-        return self.service.after("forward_backward", Result(loss_fn_outputs=outputs))
+        tensors = [TensorData(values, "float32", [len(values)]) for values in logprobs]
+        outputs = [{"elementwise_loss": one, "logprobs": one} for one in tensors]
+        return self.service.after("forward_backward", ForwardBackwardOutput("scalar", outputs, {}))
 
-    def optim_step(self, params: AdamParams) -> Future[Any]:
+    def optim_step(self, params: AdamParams) -> Reply:
+        self._check()
         self.weights, self.gradient = self.weights + self.gradient, 0.0
-        return self.service.after("optim_step")
+        return self.service.after("optim_step", OptimStepResponse())
 
-    def save_state(self, name: str) -> Future[Any]:
-        path = f"tinker://run/weights/{name}"
-        self.service.states[path] = self.weights
-        return self.service.after("save_state", Result(path=path))
+    def save_state(self, name: str) -> Reply:
+        return self._save("save_state", SaveWeightsResponse(f"tinker://run/weights/{name}", "save_weights"))
 
-    def save_weights_for_sampler(self, name: str) -> Future[Any]:
-        path = f"tinker://run/sampler_weights/{name}"
-        self.service.states[path] = self.weights
-        return self.service.after("save_weights_for_sampler", Result(path=path))
+    def save_weights_for_sampler(self, name: str) -> Reply:
+        kind = "" if self.service.of_skyrl else "sampler_weights/"
+        return self._save("save_weights_for_sampler", SaveWeightsResponse(f"tinker://run/{kind}{name}"))
+
+    def _save(self, call: str, reply: SaveWeightsResponse) -> Reply:
+        self._check()
+        self.service.states[reply.path] = self.weights
+        self.service.taken[reply.path] = self.service.starts
+        return self.service.after(call, reply)
 
 
 @dataclass
@@ -199,9 +274,18 @@ class Sampling:
     async def sample_async(
         self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
     ) -> SampleResponse:
+        if (path := self.what.get("model_path")) is not None and path not in self.service.states:
+            raise NotFoundError(f"no snapshot {path}")
+        if path is not None and self.service.taken.get(path, self.service.starts) != self.service.starts:
+            raise failed_result("the model is not loaded")
         self.service.prompts.append(prompt.ids)
         self.service.params.append(sampling_params)
         if self.service.gate is not None:
             await self.service.gate.wait()
-        ids = self.service.replies.pop(0)
-        return SampleResponse([Sequence(ids, [-0.5] * len(ids))])
+        number, stop = sampling_params.max_tokens, sampling_params.stop
+        if self.service.replies:
+            ids = self.service.replies.pop(0)
+        else:
+            ids = [*(self.service.random.randrange(10, 200) for _ in range(number - 1)), *(stop[:1] or [9])]
+        reason = "stop" if ids[-1] in stop else "length"
+        return SampleResponse([Sequence(reason, ids, [-0.5] * len(ids))])

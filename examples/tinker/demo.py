@@ -28,18 +28,19 @@ START_S = 300.0
 class SkyRL:
     """The service with the demo's base model; its database and checkpoints outlive a kill."""
 
-    def __init__(self, place: Path, python: str) -> None:
+    def __init__(self, place: Path, python: str, package: str = "tx") -> None:
+        """`package` has the service: `tx` in skyrl-tx 0.3, `skyrl` in its successor skyrl 0.4."""
         self.place = place
-        self._python = python
+        self.package = package
         self.base = place / "base"
         shutil.copytree(BASE, self.base, dirs_exist_ok=True)
         self._make_older("config.json", rope_theta=10000.0, torch_dtype="float32")
         self._make_older("tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-        # It starts its worker with uv, which need not be here.
-        shim = place / "bin" / "uv"
-        shim.parent.mkdir(exist_ok=True)
-        shim.write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nexec {python} "$@"\n')
-        shim.chmod(0o755)
+        # It starts its worker as uv started it; uv need not be here.
+        self._uv = place / "bin" / "uv"
+        self._uv.parent.mkdir(exist_ok=True)
+        self._uv.write_text(f'#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\n{python} "$@"\n')
+        self._uv.chmod(0o755)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -55,8 +56,8 @@ class SkyRL:
         backend = {"max_lora_rank": 8, "sample_max_num_sequences": 32, "train_micro_batch_size": 32}
         with (self.place / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._python, "-m", "tx.tinker.api", "--base-model", str(self.base), "--backend", "jax",
-                 "--backend-config", json.dumps(backend),
+                [str(self._uv), "run", "-m", f"{self.package}.tinker.api",
+                 "--base-model", str(self.base), "--backend", "jax", "--backend-config", json.dumps(backend),
                  "--checkpoints-base", str(self.place / "checkpoints"),
                  "--database-url", f"sqlite:///{self.place}/service.db", "--host", "127.0.0.1",
                  "--port", str(self.port)],

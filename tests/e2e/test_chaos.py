@@ -12,13 +12,19 @@ import pytest
 from tests.e2e.runs import ENVIRONMENT, REPO
 
 pytestmark = pytest.mark.slow
-PLACES = ("checkpoint.marker.before", "leased.within")
+PLACES = {
+    "--stateful": ("checkpoint.marker.before", "leased.within"),
+    "--tinker": (
+        "tinker.opened", "tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted",
+    ),
+}  # fmt: skip
 
 
-def test_no_group_is_lost_or_trained_on_twice_under_random_kills(tmp_path: Path) -> None:
-    small = ["--stateful", "--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
+@pytest.mark.parametrize("kind", PLACES)
+def test_no_group_is_lost_or_trained_on_twice_under_random_kills(tmp_path: Path, kind: str) -> None:
+    small = [kind, "--steps=2", "--kills=1", "--tasks=4", "--reward=0", f"--keep={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/chaos.py", "--json", *small, f"--failpoints={','.join(PLACES)}"],
+        [sys.executable, "benchmarks/chaos.py", "--json", *small, f"--failpoints={','.join(PLACES[kind])}"],
         cwd=REPO, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (done.stdout, done.stderr, (tmp_path / "out").read_text()[-3000:])

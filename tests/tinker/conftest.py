@@ -1,4 +1,4 @@
-"""A real skyrl-tx service on the CPU, from the environment that `make test-tinker` makes."""
+"""A real service on the CPU, from an environment that `make test-tinker` makes: skyrl-tx, or skyrl."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from examples.tinker.demo import SkyRL
 
 PYTHON = os.environ.get("TIDEGATE_TINKER_PYTHON", "")
+PACKAGE = os.environ.get("TIDEGATE_TINKER_PACKAGE", "tx")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SkyRL]:
     if not PYTHON:
         pytest.skip("needs skyrl-tx in an environment of its own: make test-tinker")
-    one = SkyRL(tmp_path_factory.mktemp("skyrl"), PYTHON)
+    one = SkyRL(tmp_path_factory.mktemp("skyrl"), PYTHON, PACKAGE)
     one.start()
     yield one
     one.kill()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import tarfile
@@ -14,11 +16,12 @@ import torch
 from safetensors.torch import load
 
 from examples.tinker.demo import BASE, ROOT, SkyRL
+from tests import tinker_conversation as conversation
 from tests.e2e.runs import held, metrics, training
 from tests.unit.trainer.learning_fixtures import make_row
 from tidegate.config import Settings
 from tidegate.tinker.policy import TinkerPolicy
-from tidegate.tinker.service import NO_KEY, read_snapshot
+from tidegate.tinker.service import NO_KEY, connect, read_snapshot, sdk
 from tidegate.trainer.policy.policy import Policy
 
 pytestmark = pytest.mark.timeout(1800)
@@ -85,6 +88,20 @@ def test_loss_and_parameters_after_the_first_step_are_ours(
     other = torch.cat([(after[name] - before[name]).flatten() for name in trained])
     assert float(own.norm()) > 0
     assert float((own - other).norm() / own.norm()) < 1e-3
+
+
+def test_calls_are_answered_as_in_the_recording(service: SkyRL) -> None:
+    """Records the conversation with `TIDEGATE_TINKER_RECORD=1`."""
+    settings = settings_of(service, "tinker").trainer.tinker
+    exchanges = conversation.hold(
+        sdk(), lambda: connect(settings, NO_KEY, once_s=10.0), asyncio.run, str(service.base), service.kill,
+        service.start,
+    )  # fmt: skip
+    if os.environ.get("TIDEGATE_TINKER_RECORD"):
+        versions = {"service": service.package, "sdk": sdk().__version__}
+        text = json.dumps({**versions, "exchanges": exchanges}, indent=1)
+        conversation.RECORDING.write_text(f"{text}\n")
+    assert exchanges == conversation.recorded()
 
 
 def test_the_demo_learns_though_service_trainer_and_gateway_are_killed(

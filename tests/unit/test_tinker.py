@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests import REPO, fake_tinker
+from tests import tinker_conversation as conversation
 from tests.unit.trainer.learning_fixtures import make_model, make_row
 from tests.waiting import eventually
 from tidegate import failpoints
@@ -218,12 +219,16 @@ def test_states_of_a_checkpoint_removed_after_a_resume_are_deleted_later(base: P
     assert old in service.deleted
 
 
-@pytest.mark.parametrize("status", [None, 404, 405])
+@pytest.mark.parametrize(
+    ("error", "times"),
+    [
+        (fake_tinker.APIConnectionError("no reply"), 2), (fake_tinker.NotFoundError("no such call"), 1),
+        (ValueError("a path of skyrl-tx"), 1),
+    ],
+)  # fmt: skip
 def test_a_deletion_that_failed_is_repeated_unless_the_service_refuses_it(
-    base: Path, tmp_path: Path, status: int | None
+    base: Path, tmp_path: Path, error: Exception, times: int
 ) -> None:
-    error = fake_tinker.APIConnectionError("no reply")
-    error.status_code = status
 
     def fail(number: int, name: str) -> None:
         if name == "delete" and service.calls.count("delete") == 1:
@@ -236,7 +241,7 @@ def test_a_deletion_that_failed_is_repeated_unless_the_service_refuses_it(
         policy.optimizer_step()
         policy.save_weights(tmp_path / "weights" / "v0")
     first = service.deleted[0]
-    assert service.deleted.count(first) == (2 if status is None else 1)
+    assert service.deleted.count(first) == times
     assert first not in policy._saved
 
 
@@ -258,6 +263,15 @@ def test_a_run_does_not_begin_with_another_version_than_its_engines(base: Path, 
     version = policy_at(service, base).save_weights(tmp_path / "weights" / "v0")
     with pytest.raises(ConfigError, match=r"model\.path = .*v0"):
         policy_at(service, version)
+
+
+def test_the_stand_in_answers_as_the_recorded_service() -> None:
+    service = fake_tinker.Service(of_skyrl=True)
+    said = conversation.hold(
+        fake_tinker, lambda: service, asyncio.run, "base", lambda: setattr(service, "away", True),
+        service.restart,
+    )  # fmt: skip
+    assert said == conversation.recorded()
 
 
 # -- kill -9
