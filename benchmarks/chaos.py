@@ -56,9 +56,7 @@ WRITES = (
     "ledger.attempt.cancelled",
 )  # fmt: skip
 """Durable writes of the trainer, except the one that ends a run."""
-TINKER = (
-    "tinker.opened", "tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted",
-)  # fmt: skip
+TINKER = ("tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted")
 """Calls of the trainer at a Tinker service, after which it is killed with `--tinker`."""
 LAST = ("ledger.run.ended",)
 GATEWAY = (

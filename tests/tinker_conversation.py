@@ -117,7 +117,12 @@ def hold(
         lambda: service.create_training_client_from_state_with_optimizer(first.path),
     )
     call("forward_backward: after a restart", lambda: backward(again))
-    call("sample: snapshot after a restart", lambda: sample({"model_path": sampler.path}))
+    call("sample: snapshot before the restart", lambda: sample({"model_path": sampler.path}))
+    retaken: Any = call(
+        "save_weights_for_sampler: after a restart",
+        lambda: again.save_weights_for_sampler("two").result(TIMEOUT_S),
+    )
+    call("sample: snapshot after a restart", lambda: sample({"model_path": retaken.path}))
     return said.exchanges
 
 

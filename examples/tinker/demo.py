@@ -9,6 +9,7 @@ build/skyrl-tx; what it compiles is kept there, so that a second run is faster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -87,7 +88,8 @@ class SkyRL:
     def kill(self) -> None:
         """Kills the service and its worker."""
         if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
 

@@ -14,10 +14,8 @@ from tests.e2e.runs import ENVIRONMENT, REPO
 pytestmark = pytest.mark.slow
 PLACES = {
     "--stateful": ("checkpoint.marker.before", "leased.within"),
-    "--tinker": (
-        "tinker.opened", "tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted",
-    ),
-}  # fmt: skip
+    "--tinker": ("tinker.backward", "tinker.step", "tinker.state", "tinker.sampler", "tinker.deleted"),
+}
 
 
 @pytest.mark.parametrize("kind", PLACES)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +23,14 @@ from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 from tidegate.service.serve import Listen, bind, run_app
 from tidegate.settings.tinker import TinkerService
-from tidegate.tinker.service import connect, read_snapshot, sdk, within
+from tidegate.tinker.service import connect, read_snapshot, sdk, status_of, unique_name, within
 from tidegate.vllm.model import ModelFiles
 from tidegate.weights.files import WeightsError
 
 SEEDS = 2**31
 """Upper bound of the seeds that every service takes."""
+LOST = (400, 404, 410)
+"""Statuses of samples of a snapshot that the service has no more."""
 OPEN_S = 120.0
 """Timeout of the calls that open a session or a snapshot; those that sample end with their request."""
 
@@ -35,6 +40,8 @@ class _Snapshot:
     version: str
     client: Any
     """The SDK's SamplingClient."""
+    state: str | None = None
+    """Path of the state with the same weights."""
 
 
 class TinkerEngine:
@@ -53,6 +60,9 @@ class TinkerEngine:
         self._service: Any = None
         self._current: _Snapshot | None = None
         self._running: dict[asyncio.Task[Any], str] = {}
+        self._taking = asyncio.Lock()
+        self._taken_at = -math.inf
+        """When a lost snapshot was taken again."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -83,7 +93,7 @@ class TinkerEngine:
 
     async def _snapshot(self, directory: Path, version: str) -> _Snapshot:
         try:
-            path = await asyncio.to_thread(read_snapshot, directory)
+            path, state = await asyncio.to_thread(read_snapshot, directory)
         except (OSError, ValueError, KeyError) as error:
             raise WeightsError(f"{directory}: not a version of a Tinker service: {error}") from None
         what = {"base_model": self.settings.base_model} if path is None else {"model_path": path}
@@ -92,7 +102,29 @@ class TinkerEngine:
                 client = await self._service.create_sampling_client_async(**what)
         except Exception as error:
             raise _failed(f"cannot open {path or self.settings.base_model}", error) from error
-        return _Snapshot(version, client)
+        return _Snapshot(version, client, state)
+
+    async def _take_again(self, lost: _Snapshot) -> _Snapshot:
+        """Take a snapshot of the state with the same weights, in a session of its own.
+
+        A service that restarts may sample only snapshots that it took since, as skyrl-tx 0.3.
+        """
+
+        def take(state: str) -> tuple[Any, str]:
+            service = connect(self.settings, self._key)
+            session = service.create_training_client_from_state_with_optimizer(state)
+            name = unique_name("sampler")
+            return service, session.save_weights_for_sampler(name).result(OPEN_S).path
+
+        async with self._taking:
+            if lost.state is not None and self._live.client is lost.client:
+                service, path = await asyncio.to_thread(within, OPEN_S, partial(take, lost.state))
+                async with asyncio.timeout(OPEN_S):
+                    client = await service.create_sampling_client_async(model_path=path)
+                self._taken_at = time.monotonic()
+                if self._live.client is lost.client:
+                    self._current = _Snapshot(self._live.version, client, lost.state)
+            return self._live
 
     # -- sampling
 
@@ -139,10 +171,10 @@ class TinkerEngine:
         """Wait while the engine is paused, and sample; returns the sequence and its snapshot's version."""
         await self._open.wait()
         snapshot, tinker, params = self._live, sdk(), generation.params
-        reply = await snapshot.client.sample_async(
-            prompt=tinker.ModelInput.from_ints(generation.prompt_ids),
-            num_samples=1,
-            sampling_params=tinker.SamplingParams(
+        request = {
+            "prompt": tinker.ModelInput.from_ints(generation.prompt_ids),
+            "num_samples": 1,
+            "sampling_params": tinker.SamplingParams(
                 max_tokens=max(1, generation.limit),
                 seed=params.seed % SEEDS,
                 stop=sorted(params.stop_ids),
@@ -150,7 +182,16 @@ class TinkerEngine:
                 top_k=params.top_k if params.top_k > 0 else -1,
                 top_p=params.top_p,
             ),
-        )
+        }
+        try:
+            reply = await snapshot.client.sample_async(**request)
+        except Exception as error:
+            # A request may be refused for a reason of its own, which a new snapshot does not change.
+            recent = self._live.client is snapshot.client and time.monotonic() - self._taken_at < OPEN_S
+            if status_of(error) not in LOST or snapshot.state is None or recent:
+                raise
+            snapshot = await self._take_again(snapshot)
+            reply = await snapshot.client.sample_async(**request)
         return reply.sequences[0], snapshot.version
 
     def _take(self, generation: Generation, ids: list[int], logprobs: list[float] | None) -> None:
@@ -214,7 +255,7 @@ class TinkerEngine:
         return {"weight_version": version}
 
     async def relabel(self, version: str) -> None:
-        self._current = _Snapshot(version, self._live.client)
+        self._current = _Snapshot(version, self._live.client, self._live.state)
 
     async def flush(self) -> bool:
         return True

@@ -13,7 +13,6 @@ import logging
 import math
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from tidegate import failpoints
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, ConfigError, StartError, TrainingError
 from tidegate.service.backoff import backoff_s
-from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk, within
+from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk, status_of, unique_name, within
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.checkpoint import TRAINER_STATE, sync_tree
 from tidegate.trainer.checkpoint.huggingface import tokenizer_files
@@ -170,7 +169,7 @@ class TinkerPolicy:
         failpoints.reach("tinker.backward")
         session.optim_step(adam).result(timeout_s)
         failpoints.reach("tinker.step")
-        state = session.save_state(_name("state")).result(timeout_s).path
+        state = session.save_state(unique_name("state")).result(timeout_s).path
         failpoints.reach("tinker.state")
         return policy, state
 
@@ -229,7 +228,7 @@ class TinkerPolicy:
                 raise
             except Exception as error:  # the SDK has no common class of its errors
                 self._session = None
-                status = _status(error)
+                status = status_of(error)
                 what = f"the Tinker service: {type(error).__name__}: {error}"
                 if (failures and status in REFUSED) or time.monotonic() > deadline:
                     raise TrainingError(
@@ -253,7 +252,7 @@ class TinkerPolicy:
                 base_model=self.settings.tinker.base_model, rank=self.settings.lora.rank, seed=self._seed
             ),
         )
-        self._state = session.save_state(_name("state")).result(timeout_s).path
+        self._state = session.save_state(unique_name("state")).result(timeout_s).path
         self._saved.add(self._state)
         failpoints.reach("tinker.opened")
         return session
@@ -273,12 +272,18 @@ class TinkerPolicy:
         if self._sampler is None:
             self._sampler = self._attempt(
                 lambda session: (
-                    session.save_weights_for_sampler(_name("sampler")).result(self.settings.outage_s).path
+                    session.save_weights_for_sampler(unique_name("sampler"))
+                    .result(self.settings.outage_s)
+                    .path
                 )
             )
             self._saved.add(self._sampler)
             failpoints.reach("tinker.sampler")
-        snapshot = {"base_model": self.settings.tinker.base_model, "sampler": self._sampler}
+        snapshot = {
+            "base_model": self.settings.tinker.base_model,
+            "sampler": self._sampler,
+            "state": self._state,
+        }
         partial = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -323,7 +328,7 @@ class TinkerPolicy:
     def load_weights(self, directory: Path) -> None:
         """Take the snapshot that a directory names; the state has the weights. Raises CheckpointError."""
         try:
-            self._sampler = read_snapshot(directory)
+            self._sampler, _ = read_snapshot(directory)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{directory} names no snapshot of a Tinker service: {error}") from error
 
@@ -337,7 +342,7 @@ class TinkerPolicy:
             except Exception as error:  # noqa: BLE001 - no step fails for it
                 log.info("the Tinker service did not delete %s: %s: %s", path, type(error).__name__, error)
                 # ValueError: the SDK has no call for such a path, as for those of skyrl-tx.
-                if _status(error) not in REFUSED and not isinstance(error, ValueError):
+                if status_of(error) not in REFUSED and not isinstance(error, ValueError):
                     return  # the service is away: again with the next version
             self._saved.discard(path)
             failpoints.reach("tinker.deleted")
@@ -352,21 +357,12 @@ def datum(tinker: Any, row: TrainingSequence, scale: float) -> Any:
     )
 
 
-def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an SDK's error, or of its cause."""
-    return getattr(error, "status_code", getattr(error.__cause__, "status_code", None))
-
-
 def _named(run_dir: Path) -> set[str]:
     """Return the states and snapshots that the directories of a run name."""
     named = set()
-    for name, key in {SNAPSHOT: "sampler", TRAINER_STATE: "state"}.items():
+    for name in (SNAPSHOT, TRAINER_STATE):
         for path in run_dir.glob(f"*/*/{name}"):
-            with contextlib.suppress(ValueError, KeyError):  # a killed process left an incomplete file
-                named.add(json.loads(path.read_text(encoding="utf-8"))[key])
+            with contextlib.suppress(ValueError):  # a killed process left an incomplete file
+                whole = json.loads(path.read_text(encoding="utf-8"))
+                named |= {whole[key] for key in ("sampler", "state") if key in whole}
     return named
-
-
-def _name(kind: str) -> str:
-    """A name that no other call has: a snapshot that is taken again does not meet one of a lost call."""
-    return f"{kind}-{uuid.uuid4().hex[:12]}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from functools import cache
@@ -22,7 +23,8 @@ KEY = "TINKER_API_KEY"
 NO_KEY = "tml-none"
 """Given to a service without keys, as the SDK needs one."""
 SNAPSHOT = "tinker.json"
-"""File in a version's directory that names the snapshot: `base_model` and `sampler`, its path."""
+"""File in a version's directory: `base_model`, `sampler`, the path of the snapshot, and `state`, that of the
+state with the same weights."""
 
 
 @cache
@@ -123,12 +125,27 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         raise TimeoutError(str(error) or f"no reply within {seconds:g} s") from error
 
 
-def read_snapshot(directory: Path) -> str | None:
-    """Return the path of a version's snapshot; None for the base model. Raises OSError, ValueError."""
+def read_snapshot(directory: Path) -> tuple[str | None, str | None]:
+    """Return the paths of a version's snapshot and state; None for the base model.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It names no snapshot.
+    """
     file = directory / SNAPSHOT
     if not file.is_file():
-        return None
-    path = json.loads(file.read_text(encoding="utf-8"))["sampler"]
-    if not isinstance(path, str):
+        return None, None
+    named = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(named["sampler"], str):
         raise ValueError(f"{file} names no snapshot")
-    return path
+    return named["sampler"], named.get("state")
+
+
+def unique_name(kind: str) -> str:
+    """Return a name that no other call has: what is saved again does not meet the file of a lost call."""
+    return f"{kind}-{uuid.uuid4().hex[:12]}"
+
+
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of an SDK's error, or of its cause."""
+    return getattr(error, "status_code", getattr(error.__cause__, "status_code", None))
