@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online demo-duo demo-tinker lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online demo-duo demo-tinker lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-skyrl test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -145,6 +145,18 @@ demo-tinker: install $(TINKER)/.installed  ## train the tiny model at a real Tin
 test-tinker: install $(TINKER)/.installed  ## a real skyrl-tx service on the CPU: first step, learning, faults (minutes)
 	PYTHONPATH=$(CURDIR)/$(TINKER)/sdk TIDEGATE_TINKER_PYTHON=$(CURDIR)/$(TINKER)/bin/python \
 		$(BIN)/python -m pytest -m tinker tests/tinker --timeout 1800
+
+SKYRL := .venvs/skyrl
+$(SKYRL)/.installed: requirements/skyrl.txt requirements/skyrl-sdk.txt
+	@test -d $(SKYRL) || python3.12 -m venv $(SKYRL)
+	@echo "Installing skyrl into $(SKYRL) (7 GB, minutes the first time) ..."
+	@$(SKYRL)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/skyrl.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SKYRL)/sdk -r requirements/skyrl-sdk.txt
+	@touch $@
+
+test-skyrl: install $(SKYRL)/.installed  ## the first step at skyrl, another Tinker service; needs Python 3.12
+	PYTHONPATH=$(CURDIR)/$(SKYRL)/sdk TIDEGATE_TINKER_PYTHON=$(CURDIR)/$(SKYRL)/bin/python TIDEGATE_TINKER_PACKAGE=skyrl \
+		$(BIN)/python -m pytest -m tinker tests/tinker -k first_step --timeout 900
 
 DOCS := .venvs/docs
 $(DOCS)/.installed: requirements/docs.txt | install

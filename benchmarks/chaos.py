@@ -315,14 +315,9 @@ def endure(
     """Kills and restarts the run until all is done or the time is over."""
     trainer, gateway, last = points
     chaos = Chaos(
-        directory / "run",
-        arguments.steps,
-        arguments.tasks,
-        rng,
-        arguments.stateful,
-        arguments.policies,
+        directory / "run", arguments.steps, arguments.tasks, rng, arguments.stateful, arguments.policies,
         arguments.tinker,
-    )
+    )  # fmt: skip
     chaos.recall()
     began = time.monotonic()
     until = began + arguments.seconds
