@@ -20,7 +20,9 @@ from tests import REPO
 
 _ROUTE = re.compile(r"""@\w+\.(?:get|post|put|delete|api_route)\(\s*["'](/[^"']*)["']""")
 SGLANG = {
-    "/generate": ("GenerateReqInput", "input_ids sampling_params return_logprob stream rid cache_salt"),
+    "/generate": (
+        "GenerateReqInput", "input_ids sampling_params return_logprob stream rid cache_salt lora_path",
+    ),
     "/abort_request": ("AbortReq", "rid"),
     "/model_info": ("", ""),
     "/server_info": ("", ""),
@@ -42,10 +44,15 @@ SGLANG = {
         "names dtypes shapes group_name flush_cache abort_all_requests weight_version",
     ),
     "/update_weight_version": ("UpdateWeightVersionReqInput", "new_version abort_all_requests"),
+    "/load_lora_adapter": ("LoadLoRAAdapterReqInput", "lora_name lora_path"),
+    "/unload_lora_adapter": ("UnloadLoRAAdapterReqInput", "lora_name"),
+    "/v1/models": ("", ""),
 }  # fmt: skip
 """Each route with the class of its body, and the fields that are sent."""
 VLLM = {
-    "/inference/v1/generate": ("GenerateRequest", "request_id token_ids sampling_params stream"),
+    "/inference/v1/generate": ("GenerateRequest", "request_id token_ids sampling_params stream model"),
+    "/v1/load_lora_adapter": ("LoadLoRAAdapterRequest", "lora_name lora_path load_inplace"),
+    "/v1/unload_lora_adapter": ("UnloadLoRAAdapterRequest", "lora_name"),
     "/abort_requests": ("", ""),
     "/pause": ("", ""),
     "/resume": ("", ""),

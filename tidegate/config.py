@@ -21,6 +21,7 @@ from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.reading import load
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump
 from tidegate.settings.servers import (
+    VLLM_RANKS,
     EngineSettings,
     EnvSettings,
     GatewaySettings,
@@ -329,10 +330,26 @@ class Settings(SettingsSection):
         """Raises ValueError if engines or transport cannot take a LoRA adapter."""
         if self.trainer.lora.publish != "adapter":
             return
-        if self.engine.kind != "embedded":
+        kind, promotion, rank = self.engine.kind, self.trainer.promotion.mode, self.trainer.lora.rank
+        if kind == "tinker":
             raise ValueError(
-                'trainer.lora.publish = "adapter" needs engine.kind = "embedded", which labels each token '
-                f'with the version of the adapter, not "{self.engine.kind}"; use "merged"'
+                'trainer.lora.publish = "adapter" has no effect with engine.kind = "tinker", whose service '
+                "keeps the adapter; remove it"
+            )
+        if kind != "embedded" and promotion != "always":
+            raise ValueError(
+                f'trainer.lora.publish = "adapter" does not go with trainer.promotion.mode = "{promotion}" '
+                f'and engine.kind = "{kind}", which cannot start with an earlier adapter; use "merged"'
+            )
+        if kind == "vllm" and rank > max(VLLM_RANKS):
+            raise ValueError(
+                f"trainer.lora.rank = {rank}: vLLM serves adapters of at most rank {max(VLLM_RANKS)}; lower "
+                'it, or use trainer.lora.publish = "merged"'
+            )
+        if self.engine.pause == "in_place":
+            raise ValueError(
+                'engine.pause = "in_place" has no effect with trainer.lora.publish = "adapter", whose '
+                "publishes pause nothing; remove it"
             )
         if self.trainer.publish_transport != "files":
             raise ValueError(

@@ -20,6 +20,7 @@ from tidegate.trainer.processes.servers import gateway_arguments, judge_secrets
 from tidegate.types import Sampling
 
 MODEL = ["--model.path", "somewhere"]
+SGLANG = ["--engine.kind=sglang", "--engine.urls=http://x:1"]
 ADAPTER = [*MODEL, "--trainer.lora.rank", "4", "--trainer.lora.publish", "adapter"]
 EVALUATED = [*MODEL, "--trainer.promotion.mode=evaluated", "--engine.count=2"]
 JUDGE = ["--env.judge.url=http://j:1/v1", "--env.judge.model=m", "--env.judge.rubric=be right"]
@@ -194,8 +195,16 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             'trainer.lora.publish = "adapter" needs trainer.publish_transport = "files"',
         ),
         (
-            [*ADAPTER, "--engine.kind", "sglang", "--engine.urls", "http://x:1"],
-            'trainer.lora.publish = "adapter" needs engine.kind = "embedded"',
+            [*ADAPTER, *SGLANG, "--engine.pause=in_place"],
+            'engine.pause = "in_place" has no effect with trainer.lora.publish = "adapter"',
+        ),
+        (
+            [*ADAPTER, "--engine.kind=vllm", "--engine.python=p", "--trainer.lora.rank=513"],
+            "trainer.lora.rank = 513: vLLM serves adapters of at most rank 512",
+        ),
+        (
+            [*ADAPTER, "--engine.kind=sglang", "--engine.python=p", *EVALUATED[len(MODEL) :]],
+            'does not go with trainer.promotion.mode = "evaluated" and engine.kind = "sglang"',
         ),
         (
             [

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,14 @@ from tidegate.engine.server.adapter import answer
 from tidegate.engine.validation import RequestError
 from tidegate.errors import ConfigError, EngineError, StartError
 from tidegate.service import process_secrets
-from tidegate.trainer.processes.servers import engine_server, vllm_arguments
+from tidegate.trainer.processes.servers import engine_server, vllm_arguments, vllm_options
 from tidegate.vllm import app, model
 from tidegate.vllm.adapter import EngineAdapter
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import refuse_unsupported, request_body, take, take_prompt, take_usage
 from tidegate.vllm.worker_extension.tidegate_worker import TiedWeightReload
-from tidegate.weights import checksum
+from tidegate.weights import adapter_files, checksum
 from tidegate.weights.files import INDEX_FILE, WeightsError
 
 LIMITS = TokenLimits(100, 50, frozenset({7}), has_tokenizer=True)
@@ -287,6 +288,36 @@ async def test_which_vllm_an_environment_has_is_found_out(
     assert await VLLMProcess(options).is_for_cpu() == for_cpu
 
 
+def test_a_server_of_adapters_is_started_with_their_base_model(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "v7", tmp_path / "base", 0)
+    settings = Settings.model_validate(
+        {
+            "model": {"path": tmp_path / "base"},
+            "engine": {"kind": "vllm", "python": "p", "arguments": ["--max-loras", "9"]},
+            "trainer": {"lora": {"rank": 12, "publish": "adapter"}},
+        }
+    )
+    assert vllm_options(settings) == ["--enable-lora", "--max-lora-rank", "16", "--max-loras", "2"]
+    server = engine_server(settings, "engine", 0, None, tmp_path, "::1", 0, lambda: (adapter, 7))
+    words = server._arguments()
+    given = [word.partition("=")[2] for word in words if word.startswith("--engine.arguments")]
+    assert given[2:] == [
+        "--enable-lora",
+        "--max-lora-rank",
+        '"16"',
+        "--max-loras",
+        '"2"',
+        "--max-loras",
+        '"9"',
+    ]
+    process = VLLMProcess(VLLMOptions(Path("p"), adapter, 7, ("--enable-lora",)))
+    assert process.program(1)[4] == str(tmp_path / "base")
+    assert process.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert (
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in VLLMProcess(VLLMOptions(Path("p"), tmp_path)).environment()
+    )
+
+
 async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"engine\.python = .*nowhere: No such file"):
         await VLLMProcess(VLLMOptions(tmp_path / "nowhere", tmp_path)).is_for_cpu()
@@ -359,6 +390,17 @@ class Refusing:
         self.lets_in.set()
         self.named = ""
         self.on_reload: Callable[[], Awaitable[None]] | None = None
+        self.calls: list[str] = []
+        self.models: list[str | None] = []
+        """The model that each request names."""
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        assert not self.paused
+        self.calls.append(f"load {name}")
+
+    async def unload_adapter(self, name: str) -> None:
+        assert self.paused, "no request is on its way"
+        self.calls.append(f"unload {name}")
 
     async def reload(self, directory: Path) -> None:
         if self.on_reload is not None:
@@ -374,6 +416,7 @@ class Refusing:
         return self.named
 
     async def generate(self, body: Any) -> dict[str, Any]:
+        self.models.append(body.get("model"))
         await self.lets_in.wait()
         if self.paused:
             self.refused += 1
@@ -400,8 +443,8 @@ def adapter(tmp_path: Path) -> EngineAdapter:
     return made
 
 
-async def reply_of(adapter: EngineAdapter, stream: bool) -> list[int]:
-    generation = parse_generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}, LIMITS)
+async def reply_of(adapter: EngineAdapter, stream: bool, **body: Any) -> list[int]:
+    generation = parse_generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, **body}, LIMITS)
     if not stream:
         return (await adapter.sample(generation))["output_ids"]  # type: ignore[no-any-return]
     return [reply async for reply in adapter.stream(generation)][-1]["output_ids"]  # type: ignore[no-any-return]
@@ -491,6 +534,81 @@ async def test_requests_during_a_load_wait_for_its_end(adapter: EngineAdapter) -
     server.on_reload = ask
     await adapter.load_weights(WeightUpdate(adapter.options.model, "1", keep_cache=False, abort_all=True))
     assert (await asking[0], server.refused) == ([5], 0)
+
+
+def write_adapter(directory: Path, base: Path, base_checksum: int) -> Path:
+    directory.mkdir(parents=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    metadata = {adapter_files.BASE_CHECKSUM: str(base_checksum)}
+    save_file({"a": np.zeros(1, np.float32)}, directory / adapter_files.FILE, metadata)
+    checksum.write(directory)
+    return directory
+
+
+@pytest.fixture
+def lora(adapter: EngineAdapter) -> EngineAdapter:
+    """One that was started with --enable-lora."""
+    adapter.options = replace(adapter.options, arguments=("--enable-lora",))
+    return adapter
+
+
+def adapter_of(version: str, directory: Path) -> WeightUpdate:
+    return WeightUpdate(directory, version, keep_cache=False, abort_all=False)
+
+
+async def test_requests_name_the_adapter_of_the_live_version(lora: EngineAdapter, tmp_path: Path) -> None:
+    server: Any = lora.upstream
+    base = checksum.of_files(tmp_path)
+    for version in "12":
+        await lora.load_weights(adapter_of(version, write_adapter(tmp_path / version, tmp_path, base)))
+        await reply_of(lora, stream=version == "2")
+    assert server.calls == ["load v1", "load v2", "unload v1"]
+    assert server.models == ["v1", "v2"]
+    assert (await lora.info())["adapters"]
+    for name in "ab":
+        write_adapter(tmp_path / "several" / name, tmp_path, base)
+    await lora.load_weights(adapter_of("3", tmp_path / "several"))
+    assert sorted(server.calls[3:]) == ["load v3-a", "load v3-b", "unload v2"]
+    assert await reply_of(lora, stream=False, lora_path="b") == [5]
+    assert await reply_of(lora, stream=False) == [5]
+    assert server.models[2:] == ["v3-b", None]
+    with pytest.raises(RequestError, match="lora_path = 'c': version 3 has no such adapter"):
+        await reply_of(lora, stream=False, lora_path="c")
+
+
+async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(
+    lora: EngineAdapter, tmp_path: Path
+) -> None:
+    server: Any = lora.upstream
+    adapter = write_adapter(tmp_path / "1", tmp_path, checksum.of_files(tmp_path))
+    server.load_adapter = lambda *_: asyncio.sleep(0)
+    server.lets_in.clear()
+    asking = asyncio.create_task(reply_of(lora, stream=True))
+    await eventually(lambda: bool(server.models))
+    await lora.pause("retract")
+    server.lets_in.set()
+    await lora.load_weights(adapter_of("1", adapter))
+    await lora.resume()
+    async with asyncio.timeout(5):
+        assert await asking == [5]
+    assert server.models == [None, "v1"]
+
+
+async def test_adapters_of_another_base_and_whole_weights_are_refused(
+    lora: EngineAdapter, tmp_path: Path
+) -> None:
+    other = write_adapter(tmp_path / "1", tmp_path, 7)
+    with pytest.raises(WeightsError, match=r"has the checksum 7, the served one, .*, \d+: start vLLM with"):
+        await lora.load_weights(adapter_of("1", other))
+    with pytest.raises(WeightsError, match="holds no LoRA adapter: vLLM loads adapters if"):
+        await lora.load_weights(adapter_of("1", save(tmp_path / "whole", a=(1,))))
+    lora.options = replace(lora.options, arguments=())
+    with pytest.raises(WeightsError, match="holds a LoRA adapter, and not a whole model"):
+        await lora.load_weights(adapter_of("1", other))
+    assert not (await lora.info())["adapters"]
+    server: Any = lora.upstream
+    assert (server.calls, server.paused, lora._adapters) == ([], False, {})
 
 
 async def test_a_stream_that_has_begun_is_not_sent_again(adapter: EngineAdapter) -> None:

@@ -71,6 +71,12 @@ def check_policies(
             )
         if (policy.engine or engine).kind == "tinker":
             raise ValueError('engine.kind = "tinker" is not supported with policies: use another kind')
+        lora, kind = policy.lora or trainer.lora, (policy.engine or engine).kind
+        if lora.publish == "adapter" and kind != "embedded":
+            raise ValueError(
+                f'policies.{name}: with policies, trainer.lora.publish = "adapter" needs engine.kind = '
+                f'"embedded", not "{kind}"; use "merged"'
+            )
         if (policy.engine or engine).device == "cuda":
             raise ValueError(
                 'engine.device = "cuda" chooses no GPU for the engines of several policies: give each policy '

@@ -22,6 +22,8 @@ GREEDY_BELOW = 1e-6
 """Temperature below which engines take the likeliest token, as SGLang does; logits are not divided then."""
 MAX_KEPT = 1024
 """Limit of top-k in training: the kept ids are recorded in place of each token."""
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
 DEFAULT_KEPT = 512
 """Top-k in training with top-p or min-p, if it is not set."""
 

@@ -45,7 +45,7 @@ class LoRASettings(SettingsSection):
     head."""
     publish: Literal["merged", "adapter"] = "merged"
     """What engines get. merged: a whole model, which any engine serves. adapter: the matrices alone, a few
-    percent of its bytes, which embedded engines apply beside the base model."""
+    percent of its bytes, which the engines apply beside the base model."""
 
     @model_validator(mode="after")
     def _consistent(self) -> LoRASettings:

@@ -7,6 +7,7 @@ import contextlib
 import shlex
 import traceback
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from tidegate import failpoints
@@ -31,6 +32,7 @@ from tidegate.trainer.processes.launcher import Processes, start_processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
+from tidegate.trainer.publish.version_writer import VERSION
 from tidegate.trainer.records.lift_requests import requested_lifts
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -141,6 +143,11 @@ class Run:
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         supervisor, note, provider = self._supervisor, self.observer.note, self.provider
+        if settings.trainer.lora.publish == "adapter" and settings.engine.kind in ("sglang", "vllm"):
+            # They serve the base model with an adapter from the start: no adapter fits merged weights.
+            first = self.dir / "weights" / VERSION.format(start.version)
+            save = partial((await loading).save_adapter, first, dtype=settings.engine.weights_dtype)
+            start.weights = await asyncio.to_thread(save)
         teacher = await start_teacher(settings, self.dir, supervisor, note, stack, provider)
         processes = await start_processes(
             settings, self.dir, self._live_weights, supervisor, note, stack, provider

@@ -324,6 +324,7 @@ class Training:
             durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
             listed_ids=settings.trainer.loss.listed_ids,
             kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
+            announce=self.engines.announce if adapters and settings.engine.kind == "sglang" else None,
         )  # fmt: skip
 
     async def _deliver(self, url: str, weights: Path) -> Path:

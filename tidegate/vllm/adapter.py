@@ -3,6 +3,9 @@
 A request never straddles an update: a pause aborts running requests, returning their tokens so far, and the
 gateway continues them in further requests. vLLM reports its weight version with every reply; during a load,
 and after a failed one, the version is LOADING, which the gateway treats as unknown.
+
+LoRA adapters are loaded beside the ones that requests use, under names with their version: the adapter of
+version 12 is `v12`, one of several `v12-NAME`. vLLM's prefix cache keeps the blocks of each name apart.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import contextlib
 import itertools
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ from tidegate.engine.validation import RequestError
 from tidegate.errors import EngineError
 from tidegate.vllm.client import VLLMClient
 from tidegate.vllm.model import ModelFiles, check_weights, manifest
-from tidegate.vllm.process import VLLMOptions, VLLMProcess
+from tidegate.vllm.process import LORA, VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import (
     refuse_unsupported,
     request_body,
@@ -34,7 +36,9 @@ from tidegate.vllm.translate import (
     take_prompt,
     take_usage,
 )
-from tidegate.weights import delta_files
+from tidegate.weights import checksum, delta_files
+from tidegate.weights.adapter_files import adapter_name, read_headers
+from tidegate.weights.files import WeightsError, is_adapter
 
 LOADING = "loading"
 """Version of weights that are missing or partly loaded."""
@@ -49,12 +53,15 @@ class EngineAdapter:
 
     def __init__(self, options: VLLMOptions) -> None:
         self.options = options
-        self.model = ModelFiles(options.model)
+        self.model = ModelFiles(options.base)
         self.process = VLLMProcess(options)
         self.paused = False
         self.version = LOADING
         """The weight version that vLLM reported last."""
-        self._served = manifest(options.model)
+        self._served = manifest(options.base)
+        self._adapters: dict[str, str] = {}
+        """vLLM's names of the live version's LoRA adapters; the name of a single one is ""."""
+        self._base_checksum: int | None = None
         self._open = asyncio.Event()
         """Set unless vLLM is paused: it may answer new requests with 503 then."""
         self._open.set()
@@ -71,7 +78,7 @@ class EngineAdapter:
         """Start vLLM and wait until it serves; closing `stack` stops it. Raises StartError."""
         # Validate the model directory before the start, which takes minutes.
         vocab_size, eos_ids = self.model.vocab_size, self.model.eos_ids
-        text = await asyncio.to_thread(TokenDecoder.load, self.options.model)
+        text = await asyncio.to_thread(TokenDecoder.load, self.options.base)
         self._tokenizer_hash = text.tokenizer_hash
         self._whole = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-vllm-")))
         stack.push_async_callback(self.process.stop)
@@ -83,7 +90,10 @@ class EngineAdapter:
         self.limits = TokenLimits(
             vocab_size, await self.upstream.max_context(), eos_ids | text.eos_ids, text.tokenizer is not None
         )
-        await self._label(str(self.options.weight_version))
+        label = str(self.options.weight_version)
+        if is_adapter(self.options.model):
+            self._adapters = await self._load_adapters(self.options.model, label)
+        await self._label(label)
 
     # -- sampling
 
@@ -96,7 +106,7 @@ class EngineAdapter:
     async def sample(self, generation: Generation) -> dict[str, Any]:
         """Return the complete reply. Cancelling aborts the request."""
         with self._named(generation) as name:
-            replies = self._when_open(partial(self._whole_reply, request_body(generation, name)))
+            replies = self._when_open(lambda: self._whole_reply(self._body(generation, name)))
             async with contextlib.aclosing(replies):
                 reply = await anext(replies)
         take_prompt(generation, reply.get("prompt_logprobs"))
@@ -107,8 +117,8 @@ class EngineAdapter:
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
         """Yield cumulative replies. Closing the generator aborts the request."""
         with self._named(generation) as name:
-            body = request_body(generation, name)
-            async with contextlib.aclosing(self._when_open(partial(self.upstream.stream, body))) as pieces:
+            replies = self._when_open(lambda: self.upstream.stream(self._body(generation, name)))
+            async with contextlib.aclosing(replies) as pieces:
                 async for piece in pieces:
                     take_usage(generation, piece.get("usage"))
                     for choice in piece["choices"]:
@@ -138,6 +148,13 @@ class EngineAdapter:
 
     async def _whole_reply(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         yield await self.upstream.generate(body)
+
+    def _body(self, generation: Generation, name: str) -> dict[str, Any]:
+        """Return the body of a request that is sent now: to the live version's adapter, if it has any."""
+        wanted = generation.adapter
+        if wanted and wanted not in self._adapters:
+            raise RequestError(f"lora_path = {wanted!r}: version {self.version} has no such adapter")
+        return request_body(generation, name, self._adapters.get(wanted))
 
     @contextlib.contextmanager
     def _named(self, generation: Generation) -> Iterator[str]:
@@ -188,26 +205,62 @@ class EngineAdapter:
                 "use true"
             )
         async with self._loading:
-            directory = update.directory
-            if delta_files.is_delta(directory):
-                directory = self._whole / "weights"  # vLLM reads whole models
-                await asyncio.to_thread(delta_files.materialise, update.directory, directory)
-            await asyncio.to_thread(check_weights, directory, self._served, tied=self.model.tied)
-            label = update.version or self.version
+            label, adapters = update.version or self.version, dict[str, str]()
+            if self.options.serves_adapters:
+                adapters = await self._load_adapters(update.directory, label)
+            else:
+                directory = await asyncio.to_thread(self._checked, update.directory)
             if not self.paused:
-                await self._pause("abort" if update.abort_all else "wait")
+                # The trainer does not pause an engine that loads adapters (`staged`).
+                await self._pause("abort" if adapters or update.abort_all else "wait")
             try:
-                await self._label(LOADING)
-                await self.upstream.reload(directory)
-                if not await self.upstream.reset_cache():
-                    raise EngineError(
-                        "vLLM did not reset its prefix cache after loading weights", retryable=True
-                    )
+                if adapters:  # no request uses the ones before any more
+                    self._adapters, earlier = adapters, self._adapters
+                    for name in set(earlier.values()) - set(adapters.values()):
+                        await self.upstream.unload_adapter(name)
+                else:
+                    await self._label(LOADING)
+                    await self.upstream.reload(directory)
+                    if not await self.upstream.reset_cache():
+                        raise EngineError(
+                            "vLLM did not reset its prefix cache after loading weights", retryable=True
+                        )
                 await self._label(label)
             finally:
                 if not self.paused:  # also not since the load began
                     await self.resume()
         return {"weight_version": label}
+
+    def _checked(self, directory: Path) -> Path:
+        """Return a directory of whole weights that fit the model. Raises WeightsError."""
+        if delta_files.is_delta(directory):
+            delta_files.materialise(directory, self._whole / "weights")  # vLLM reads whole models
+            directory = self._whole / "weights"
+        check_weights(directory, self._served, tied=self.model.tied)
+        return directory
+
+    async def _load_adapters(self, directory: Path, label: str) -> dict[str, str]:
+        """Load a version's LoRA adapters beside the live ones, while requests run; return vLLM's names."""
+        if not self.options.serves_adapters or not is_adapter(directory):
+            what = "a LoRA adapter" if is_adapter(directory) else "no LoRA adapter"
+            raise WeightsError(
+                f"{directory} holds {what}: vLLM loads adapters if it is started with {LORA}, and then "
+                "nothing else"
+            )
+        headers = await asyncio.to_thread(read_headers, directory)
+        if self._base_checksum is None:  # once, as it reads the whole model
+            self._base_checksum = await asyncio.to_thread(checksum.of_files, self.options.base)
+        for header in headers.values():
+            if header.base_checksum not in (None, self._base_checksum):
+                raise WeightsError(
+                    f"{header.directory}: its base model {header.base} has the checksum "
+                    f"{header.base_checksum}, the served one, {self.options.base}, {self._base_checksum}: "
+                    "start vLLM with the adapter's base model"
+                )
+        names = {name: "-".join(filter(None, (adapter_name(label), name))) for name in headers}
+        for name, header in headers.items():
+            await self.upstream.load_adapter(names[name], header.directory)
+        return names
 
     async def relabel(self, version: str) -> None:
         async with self._loading:
@@ -224,13 +277,15 @@ class EngineAdapter:
     async def info(self) -> dict[str, Any]:
         if not self._loading.locked():  # during a load, vLLM does not answer
             self.version = await self.upstream.version()
-        path = str(self.options.model)
+        path = str(self.options.base)
         return {
             "model_path": path,
             "tokenizer_path": path if self.limits.has_tokenizer else None,
             "tokenizer_hash": self._tokenizer_hash,
             "vocab_size": self.limits.vocab_size,
             "weight_version": self.version,
+            "adapters": self.options.serves_adapters,
+            "staged": self.options.serves_adapters,
             "max_context": self.limits.max_context,
             "num_running": len(self._running),
         }

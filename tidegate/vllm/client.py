@@ -70,6 +70,14 @@ class VLLMClient:
         body = {"method": "reload_published", "kwargs": {"weights_path": str(directory)}}
         await self.control("/collective_rpc", body)
 
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        # In place, so that a load whose answer was lost may be repeated.
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+        await self.control("/v1/load_lora_adapter", body)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.control("/v1/unload_lora_adapter", {"lora_name": name})
+
     async def reset_cache(self) -> bool:
         """Reset the prefix cache; False while requests run."""
         answer = await self.control("/reset_prefix_cache")

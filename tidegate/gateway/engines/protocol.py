@@ -202,12 +202,16 @@ def trainable_tokens(result: GenerateResult) -> npt.NDArray[np.uint8]:
 
 
 def request_body(
-    request: GenerateRequest, result: GenerateResult, rid: str, oldest_kv: int | None = None
+    request: GenerateRequest,
+    result: GenerateResult,
+    rid: str,
+    oldest_kv: int | None = None,
+    adapter: str | None = None,
 ) -> bytes:
     """Return the JSON body of a `/generate` call that continues after the tokens in `result`. Engines seed
     each draw by seed and output position, so a continuation needs a seed of its own: with the same seed it
     would repeat the first draws. With `oldest_kv` the engine reuses keys and values only of calls with the
-    same value."""
+    same value. `adapter` is the name of a LoRA adapter at the engine."""
     prompt = request.prompt
     params = {**request.params, "max_new_tokens": request.max_new_tokens - len(result.ids)}
     if result.ids:
@@ -229,6 +233,8 @@ def request_body(
         body["return_sampling_mask"] = True
     if oldest_kv is not None:
         body["cache_salt"] = str(oldest_kv)
+    if adapter is not None:
+        body["lora_path"] = adapter
     if request.experts_start is not None:
         body["return_routed_experts"] = True
         body["routed_experts_start_len"] = _next_expert(request, result)

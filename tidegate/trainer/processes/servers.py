@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import AgentSettings, EngineSettings, Settings
+from tidegate.errors import StartError
 from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.reading import arguments_of
-from tidegate.settings.servers import EmbeddedEngine, EngineCommand, EnvCommand, GatewayCommand, VLLMCommand
+from tidegate.settings.servers import (
+    VLLM_RANKS,
+    EmbeddedEngine,
+    EngineCommand,
+    EnvCommand,
+    GatewayCommand,
+    VLLMCommand,
+)
 from tidegate.trainer import backends
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.processes.agents import AgentProcess
@@ -24,8 +32,14 @@ from tidegate.trainer.processes.gpus import chooses_gpus, engine_gpus, on_gpus, 
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 from tidegate.trainer.publish.layout import engine_set, shares_engines
+from tidegate.weights.adapter_files import adapter_name, base_directory, read_header
+from tidegate.weights.files import WeightsError, is_adapter
 
 JUDGE_CACHE = "judge.sqlite"
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Layers with a LoRA adapter without `trainer.lora.targets`, as SGLang names them."""
+ADAPTERS = 2
+"""Adapters in one batch: of the live version and of the one before. SGLang counts the base model, too."""
 MAX_RESTARTS = 5
 """Limit on the restarts of one server."""
 
@@ -70,22 +84,53 @@ class SGLangServer(ExternalService):
         self._index = index
 
     async def start(self) -> str:
+        weights, _ = self._current()
+        if is_adapter(weights):
+            await asyncio.to_thread(_check_base, weights)
         url = await super().start()
         await asyncio.to_thread(write_atomically, self._announce, json.dumps({"url": url, "pid": self.pid}))
         return url
 
     def program(self, port: int) -> list[str]:
         weights, version = self._current()
+        label, adapter = str(version), list[str]()
+        if is_adapter(weights):
+            label = adapter_name(version)
+            adapter = ["--lora-paths", f"{label}={weights}"]
         return [
-            str(self._settings.python), "-m", "sglang.launch_server", "--model-path", str(weights),
-            "--host", self.address, "--port", str(port), "--weight-version", str(version),
-            *self._options, *self._settings.numbered(self._index),
+            str(self._settings.python), "-m", "sglang.launch_server",
+            "--model-path", str(base_directory(weights)), "--host", self.address, "--port", str(port),
+            "--weight-version", label, *adapter, *self._options, *self._settings.numbered(self._index),
         ]  # fmt: skip
+
+
+def _check_base(adapter: Path) -> None:
+    """Raises StartError if the base model's files are others than in the training."""
+    try:
+        read_header(adapter).check_base()
+    except WeightsError as error:
+        raise StartError(str(error)) from error
 
 
 def sglang_options(settings: Settings) -> list[str]:
     """Return SGLang's options that the trainer's settings need."""
-    return ["--enable-return-routed-experts"] if settings.trainer.routing_replay else []
+    experts = ["--enable-return-routed-experts"] if settings.trainer.routing_replay else []
+    lora = settings.trainer.lora
+    if lora.publish != "adapter":
+        return experts
+    return [
+        *experts, "--enable-lora", "--max-lora-rank", str(lora.rank),
+        "--lora-target-modules", *(lora.targets or LINEAR_LAYERS), "--max-loras-per-batch", str(ADAPTERS + 1),
+    ]  # fmt: skip
+
+
+def vllm_options(settings: Settings) -> list[str]:
+    """Return vLLM's options that the trainer's settings need."""
+    lora = settings.trainer.lora
+    if lora.publish != "adapter":
+        return []
+    rank = next(rank for rank in VLLM_RANKS if rank >= lora.rank)
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(ADAPTERS)]
 
 
 def vllm_server(
@@ -139,6 +184,8 @@ def engine_server(
     if engine.kind == "sglang":
         return SGLangServer(engine, current, directory, name, index, host, sglang_options(settings))
     if engine.kind == "vllm":
+        # Before the user's arguments, which may replace them.
+        engine = engine.model_copy(update={"arguments": [*vllm_options(settings), *engine.arguments]})
         return vllm_server(engine, current, directory, name, index, host, key)
     if engine.kind != "embedded":
         return backends.engine(settings, current, directory, name, host, key)

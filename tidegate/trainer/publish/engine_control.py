@@ -14,7 +14,7 @@ from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
 from tidegate.settings.servers import DEFAULT_KEPT
-from tidegate.weights.adapter_files import base_directory
+from tidegate.weights.adapter_files import adapter_name, base_directory, read_header, split_label
 from tidegate.weights.files import WeightsError, is_adapter
 from tidegate.weights.process_group import transfer_s
 
@@ -85,7 +85,7 @@ class EngineControl:
         """Return the version that the engine reports; raises EngineError if it is not a number."""
         label = (await self.call("/model_info")).get("weight_version")
         try:
-            return int(str(label))
+            return int(split_label(str(label))[0])
         except ValueError:
             raise EngineError(
                 f"engine {self.url} reports the version {label!r}, which is not a number"
@@ -95,7 +95,7 @@ class EngineControl:
         """Return the engine's version label; None if it does not respond within PROBE_TIMEOUT_S."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                return str((await self.call("/model_info")).get("weight_version"))
+                return split_label(str((await self.call("/model_info")).get("weight_version")))[0]
         except (EngineError, TimeoutError):
             return None
 
@@ -164,10 +164,8 @@ class EngineControl:
         try:
             info = await self.call("/model_info")
             if is_adapter(weights) and not info.get("adapters"):
-                raise EngineError(
-                    f"engine {self.url} loads no LoRA adapters and labels them by version: use `tidegate "
-                    'engine`, or set trainer.lora.publish = "merged"'
-                )
+                await self._load_adapter(weights, version, size)
+                return
             if not info.get("staged"):
                 await self.pause()
             body = {
@@ -181,6 +179,35 @@ class EngineControl:
         except (EngineError, asyncio.CancelledError):  # it may be paused, although there was no reply yet
             await self.try_resume()
             raise
+
+    async def _load_adapter(self, weights: Path, version: int, size: int) -> None:
+        """Load an adapter by SGLang's routes, beside the ones that requests name; none is paused."""
+        name = adapter_name(version)
+        try:
+            await asyncio.to_thread(read_header, weights)
+            if name not in await self._adapters():
+                await self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, size)
+        except WeightsError as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
+        except EngineError as error:
+            if error.retryable:
+                raise
+            raise EngineError(
+                f"engine {self.url} loads no LoRA adapters: {error}. Start SGLang or vLLM with "
+                '--enable-lora, use `tidegate engine`, or set trainer.lora.publish = "merged"'
+            ) from error
+        await self.call("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+        await self.verify(version)
+
+    async def unload_adapters(self, version: int) -> None:
+        """Unload the adapters of other versions, after the requests that name them."""
+        for name in await self._adapters() - {adapter_name(version)}:
+            await self.call("/unload_lora_adapter", {"lora_name": name})
+
+    async def _adapters(self) -> set[str]:
+        """Return the names of the versions' adapters that the engine has loaded."""
+        names = {str(model.get("id")) for model in (await self.call("/v1/models")).get("data") or ()}
+        return {name for name in names if split_label(name)[1] is not None}
 
     async def pause(self) -> None:
         if self._keep_kv_of is not None:  # only now: the label changes before the next pause

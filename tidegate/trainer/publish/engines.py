@@ -120,6 +120,11 @@ class EngineMembership:
             self._note(f"engine {url} is out of service: {why}")
             await self._set_enabled(url)
 
+    async def announce(self, address: str) -> None:
+        """Have the gateway read the version of an engine that has loaded another adapter."""
+        if (url := self._url_of(address)) is not None:
+            await self._set_enabled(url)
+
     async def restore(self, address: str) -> None:
         """Enable an engine again that has loaded the current version."""
         url = self._url_of(address)

@@ -14,6 +14,7 @@ drops them. An engine that cannot be updated is reported, so that its owner rest
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 import time
@@ -96,6 +97,8 @@ class Publisher:
     """Whether engines must report the ids that top-p, top-k and min-p keep."""
     routed: bool = False
     """Whether engines must report the experts of tokens."""
+    announce: Callable[[str], Awaitable[None]] | None = None
+    """Has the gateway name the adapter that an engine serves now; None: requests name none."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     startable: tuple[Path, int] = field(init=False)
@@ -191,6 +194,7 @@ class Publisher:
                 loaded |= await self._send(http, version, skipped | loaded, keep_kv_of)
             updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded, keep_kv_of)
         await self._set_service(updated, failed)
+        await self._switch_adapters(updated, version)
         await asyncio.to_thread(self._prune)
 
     async def _load_current(self, http: aiohttp.ClientSession, others: set[str]) -> None:
@@ -243,6 +247,23 @@ class Publisher:
             self.unavailable.add(url)
             self._pending.discard(url)
             await self.quarantine(url, str(failed[url]))
+
+    async def _switch_adapters(self, urls: Iterable[str], version: int) -> None:
+        """Have requests name the adapter of this version, and unload those of earlier ones.
+
+        An engine that fails meanwhile has it after a restart, or unloads them at the next publish.
+        """
+        announce = self.announce
+        if announce is None:
+            return
+
+        async def switch(url: str) -> None:
+            await announce(url)
+            with contextlib.suppress(EngineError):
+                await EngineControl(url, http).unload_adapters(version)
+
+        async with aiohttp.ClientSession() as http:
+            await asyncio.gather(*map(switch, urls))
 
     async def _send(
         self, http: aiohttp.ClientSession, version: int, skipped: set[str], keep_kv_of: int | None

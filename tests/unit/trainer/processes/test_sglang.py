@@ -7,17 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import gone
-from tidegate.config import EngineSettings, load_settings
+from tests.unit.trainer.learning_fixtures import make_model
+from tidegate.config import EngineSettings, Settings, TrainerSettings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.cluster.actors import ServerActor, StartCommand
 from tidegate.trainer.cluster.environment import GLOO_INTERFACE, ActorContext, SharedDirProbe
-from tidegate.trainer.processes.servers import SGLangServer, engine_server
+from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.processes.servers import LINEAR_LAYERS, SGLangServer, engine_server, sglang_options
 
 SERVER = """#!{python}
 import http.server, json, os, pathlib, sys
@@ -65,6 +68,36 @@ async def test_sglang_starts_with_the_live_weights_and_is_ready_when_it_responds
     assert pid is not None
     await server.stop()
     assert gone(pid)
+
+
+async def test_sglang_starts_with_the_base_model_and_the_live_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangServer, "poll_s", 0.02)
+    base, adapter = make_model(tmp_path / "base"), tmp_path / "v7"
+    Policy.load(base, TrainerSettings(lora={"rank": 4, "publish": "adapter"})).save_adapter(adapter)
+    settings = EngineSettings(kind="sglang", python=stand_in(tmp_path))
+    server = SGLangServer(settings, lambda: (adapter, 7), tmp_path, "engine", 0)
+    await server.start()
+    words = json.loads((tmp_path / "said.json").read_text())["argv"][1:]
+    assert words[words.index("--model-path") + 1] == str(base)
+    assert words[words.index("--weight-version") + 1] == "v7"
+    assert words[words.index("--lora-paths") + 1] == f"v7={adapter}"
+    await server.stop()
+    make_model(base, seed=1)
+    with pytest.raises(StartError, match=r"its base model .* the files were replaced since the training"):
+        await server.start()
+
+
+@pytest.mark.parametrize(("targets", "layers"), [([], LINEAR_LAYERS), (["q_proj"], ["q_proj"])])
+def test_sglang_gets_the_rank_and_the_layers_of_adapters(targets: list[str], layers: Sequence[str]) -> None:
+    lora = {"rank": 12, "targets": targets, "publish": "adapter"}
+    engine = {"kind": "sglang", "python": "p"}
+    settings = Settings.model_validate({"model": {"path": "m"}, "engine": engine, "trainer": {"lora": lora}})
+    assert sglang_options(settings) == [
+        "--enable-lora", "--max-lora-rank", "12", "--lora-target-modules", *layers,
+        "--max-loras-per-batch", "3",
+    ]  # fmt: skip
 
 
 async def test_a_killed_servers_workers_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

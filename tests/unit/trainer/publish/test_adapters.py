@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.http_app import served_app
 from tests.integration.engine.engine_drive import Driver, plain_logprobs, worst_error
 from tests.integration.engine.engine_http import serving
 from tests.unit.trainer.learning_fixtures import make_model, make_rows
@@ -277,6 +281,88 @@ async def test_an_engine_that_loads_no_adapters_is_refused_by_name(
     async with aiohttp.ClientSession() as http:
         with pytest.raises(EngineError, match="loads no LoRA adapters"):
             await EngineControl(publisher.engines()[0], http).load(tmp_path / "v1", 1)
+
+
+@dataclass
+class SGLang:
+    """SGLang's routes of adapters, which answer as its version 0.5.23 does."""
+
+    label: str = "v0"
+    adapters: dict[str, str] = field(default_factory=lambda: {"v0": "", "another": ""})
+    calls: list[str] = field(default_factory=list)
+    enabled: bool = True
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json() if request.method == "POST" else {}
+        self.calls.append(" ".join([request.path, *(str(body[key]) for key in list(body)[:1])]))
+        if request.path == "/load_lora_adapter":
+            if not self.enabled:
+                return web.json_response({"error_message": "LoRA is not enabled."}, status=400)
+            self.adapters[body["lora_name"]] = body["lora_path"]
+        elif request.path == "/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+        elif request.path == "/update_weight_version":
+            assert body["abort_all_requests"] is False
+            self.label = body["new_version"]
+        return web.json_response(
+            {"weight_version": self.label, "data": [{"id": "/base"}, *({"id": one} for one in self.adapters)]}
+        )
+
+
+@pytest.fixture
+async def sglang(base: Path, policy: Policy, tmp_path: Path) -> AsyncIterator[tuple[SGLang, Publisher]]:
+    server, app = SGLang(), web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+
+    async def nothing(*_: object) -> None:
+        return
+
+    async def announce(url: str) -> None:
+        server.calls.append("announced")
+
+    async with served_app(app) as url:
+        publisher = Publisher(
+            writer=VersionWriter(directory=tmp_path / "weights", save_weights=policy.save_adapter),
+            engines=lambda: [url],
+            cancel_stale=nothing,
+            quarantine=nothing,
+            restore=nothing,
+            announce=announce,
+            current=(base, 0),
+            retry_s=0.0,
+        )
+        yield server, publisher
+
+
+async def test_sglang_loads_an_adapter_before_requests_name_it_and_drops_the_earlier_one_after(
+    sglang: tuple[SGLang, Publisher], tmp_path: Path
+) -> None:
+    server, publisher = sglang
+    await publisher.publish(1)
+    assert server.calls == [
+        "/model_info", "/v1/models", "/load_lora_adapter v1", "/update_weight_version v1", "/model_info",
+        "announced", "/v1/models", "/unload_lora_adapter v0",
+    ]  # fmt: skip
+    assert server.adapters == {"another": "", "v1": str(publisher.current[0])}
+    assert await publisher.attested(publisher.engines())
+    server.label = "v0"  # a load whose label was not set is repeated
+    assert await publisher.resync(publisher.engines()[0])
+    assert (server.label, server.calls.count("/load_lora_adapter v1")) == ("v1", 1)
+
+
+async def test_a_damaged_adapter_and_a_server_without_lora_are_named(
+    sglang: tuple[SGLang, Publisher], policy: Policy, tmp_path: Path
+) -> None:
+    server, publisher = sglang
+    file = policy.save_adapter(tmp_path / "v2") / adapter_files.FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(EngineError, match="are not those that were written"):
+            await EngineControl(publisher.engines()[0], http).load(tmp_path / "v2", 2)
+    server.enabled = False
+    with pytest.raises(PublishError, match=r"LoRA is not enabled.* with --enable-lora"):
+        await publisher.publish(3)
+    assert (server.label, list(server.adapters)) == ("v0", ["v0", "another"])
 
 
 def test_the_best_checkpoint_is_a_whole_model(policy: Policy, base: Path, tmp_path: Path) -> None:
