@@ -3,8 +3,8 @@
 The loop of `staleness.py` on the arithmetic demo, at staleness 0: the only difference between the sampling
 model and the trainer's is `--quantize` (simulated rounding, tidegate/engine/model/rounding.py). Every setting
 takes `--tokens` trained tokens. Held-out reward is that of the trainer's own weights, which a run publishes;
-`rounded` is the reward of the same weights, rounded. The curve is the mean reward of each batch, which the
-rounded weights sample.
+`rounded` is the reward of the same weights, rounded, as a run's evaluation through its engines finds it. The
+curve is the mean reward of each batch, which the rounded weights sample.
 
 A cell already measured with the same settings is not measured again.
 
@@ -57,7 +57,7 @@ def main() -> int:
         "without centering": with_mismatch(WITHOUT, arguments.quantize),
         "with centering": with_mismatch(CENTERED, arguments.quantize),
     }
-    results, rewards = [], {}
+    results, rewards, rounded = [], {}, {}
     for name, loss in losses.items():
         cells = [
             found_or_measured(Cell("0", loss, seed), arguments.tokens, arguments.out)
@@ -65,12 +65,15 @@ def main() -> int:
         ]
         row = summary("0", loss, cells)
         rewards[name] = row["reward"]
-        rounded = [cell["rounded_reward"] for cell in cells]
-        results.append({"setting": name, **row, "rounded": rounded, "curve": curve(cells)})
+        # Without rounding, the model that samples is the trainer's.
+        sampled = [cell["reward" if cell["rounded_reward"] is None else "rounded_reward"] for cell in cells]
+        rounded[name] = float(np.mean(sampled))
+        results.append({"setting": name, **row, "rounded": sampled, "curve": curve(cells)})
     return report(
         results,
         [
             Check("default_loses", rewards["no mismatch"] - rewards["default"], ">=", 0.3),
+            Check("default_loses_rounded", rounded["no mismatch"] - rounded["default"], ">=", 0.3),
             Check(
                 "with_centering_vs_no_mismatch",
                 rewards["with centering"] / rewards["no mismatch"],
