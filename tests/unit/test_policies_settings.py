@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from tidegate.config import Settings, load_settings, saved
+from tidegate.envs.arithmetic import Arithmetic
+from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
+from tidegate.trainer.run import check_rewarded_policies
 
 TEXT = """
 [model]
@@ -85,3 +88,15 @@ def test_a_setting_of_a_policy_that_does_not_exist_is_named(tmp_path: Path) -> N
     file.write_text(TEXT)
     with pytest.raises(ConfigError, match=r"policies\.solver\.learningrate"):
         load_settings(file, ["--policies.solver.learningrate", "1"])
+
+
+class Judged(Arithmetic):
+    rewards = (Reward("right", lambda output: 1.0, policy="critic"),)
+
+
+def test_a_reward_of_a_policy_that_the_run_does_not_have_is_refused_at_the_start() -> None:
+    with pytest.raises(ConfigError, match="'critic', and the run has solver"):
+        check_rewarded_policies(settings_of({"solver": {}}), Judged())
+    with pytest.raises(ConfigError, match="one without a name"):
+        check_rewarded_policies(settings_of({}), Judged())
+    check_rewarded_policies(settings_of({"critic": {}}), Judged())
