@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.losses.parts import SMALLEST_REST
 
 CENTERED = 0.01
-"""Difference of the listed probabilities above which a token counts in `centered_fraction`."""
+"""Difference of the probabilities above which a token counts in `centered_fraction`."""
 
 
 class Diagnostics:
@@ -32,8 +31,8 @@ class Diagnostics:
     - `clip_fraction`: the share of tokens whose ratio the loss truncated, masked, or clipped so that no
       gradient is left.
     - `unlisted_mass`: the mean probability, under μ, of the ids that the engine did not list, and
-      `centered_fraction`: the share of tokens at which Σ |μ − ρ·π| over the listed ids exceeds CENTERED, with
-      ρ as in `centering`; only with score centering.
+      `centered_fraction`: the share of tokens at which Σ |μ − π| over the listed ids, and over all others
+      together, exceeds CENTERED; only with score centering.
     - `entropy`: the mean entropy of the sampled tokens' distributions, in nats.
     - `reference_kl`: KL(π_θ‖π_ref) by k3; only with a reference model.
 
@@ -70,10 +69,9 @@ class Diagnostics:
         self._sum("row_ratio_squared", row_ratio_b.square())
         if batch.sampler_listed_nk is not None and batch.policy_listed_nk is not None:
             sampled_nk, own_nk = batch.sampler_listed_nk.exp(), batch.policy_listed_nk.exp()
-            rests = [
-                (1.0 - listed_nk.sum(dim=1)).clamp(min=SMALLEST_REST) for listed_nk in (sampled_nk, own_nk)
-            ]
-            moved_n = (sampled_nk - (rests[0] / rests[1])[:, None] * own_nk).abs().sum(dim=1)
+            # Centering adds μ − π to the gradient by the logits, where w = 1.
+            moved_nk = sampled_nk - own_nk
+            moved_n = moved_nk.abs().sum(dim=1) + moved_nk.sum(dim=1).abs()
             self._sum("unlisted", (1.0 - sampled_nk.sum(dim=1)).clamp(min=0.0))
             self._sum("centered", moved_n > CENTERED)
         if batch.reference_n is not None:

@@ -53,7 +53,8 @@ def test_listed_ids_show_the_mass_outside_and_the_tokens_that_centering_moves() 
     listed_nk = torch.tensor([[0.5, 0.25]]).log().expand(count, 2).clone()
     policy_nk = listed_nk.clone()
     policy_nk[0] = torch.tensor([0.75, 0.0]).log()  # the same rest, but other ids
-    policy_nk[1] = torch.tensor([0.4, 0.2]).log()  # a larger rest alone: the ids are moved, too
+    policy_nk[1] = torch.tensor([0.4, 0.2]).log()  # a larger rest
+    policy_nk[2] = torch.tensor([0.502, 0.252]).log()  # by 0.008 in total
     batch = replace(batch, sampler_listed_nk=listed_nk, policy_listed_nk=policy_nk)
     found = Diagnostics(version=3)
     found.add(batch.logprobs_n, torch.zeros(count), none_cut(batch), batch)

@@ -165,8 +165,11 @@ def test_what_failed_or_went_stale_unfinished_is_compared_in_length() -> None:
     assert (told["selection/failed_length"], told["selection/stale_length"]) == (20, 8)
 
 
-ELSEWHERE = {"eval/step", "sft/epoch", "sft/steps", "validation/loss"}
-"""Made by tests/unit/trainer/rollout/test_background_evaluation.py and tests/unit/sft."""
+ELSEWHERE = {
+    "eval/step", "sft/epoch", "sft/steps", "validation/loss", "unlisted_mass", "centered_fraction",
+}  # fmt: skip
+"""Made by tests/unit/trainer/rollout/test_background_evaluation.py, tests/unit/sft and
+tests/unit/trainer/policy/test_diagnostics.py."""
 
 
 async def test_keys_that_are_there_only_sometimes_are_documented_and_made(tmp_path: Path) -> None:
