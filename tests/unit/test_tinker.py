@@ -101,6 +101,8 @@ def test_the_loss_is_that_of_the_policy_before_the_step(base: Path) -> None:
     total = sum((ratio * row.advantages[row.mask]).sum() for ratio, row in zip(ratios, rows, strict=True))
     assert metrics["loss"] == pytest.approx(-total / sum(row.trained for row in rows))
     assert metrics["tokens/trained"] == sum(row.trained for row in rows)
+    drift = sum(np.abs(-1.5 - row.logprobs[row.mask]).sum() for row in rows)
+    assert metrics["logprob_drift"] == pytest.approx(drift / metrics["tokens/trained"])
     assert not metrics["skipped"]
 
 

@@ -186,7 +186,7 @@ class TinkerPolicy:
         own, config = self.settings.tinker, self.settings.tinker.loss_config
         low, high = config.get("clip_low_threshold", CLIP[0]), config.get("clip_high_threshold", CLIP[1])
         sums: dict[str, float] = dict.fromkeys(
-            ("tokens", "own", "own_k3", "k3", "clipped", "ratio", "ratio_squared", "row_ratio"), 0.0
+            ("tokens", "own", "own_k3", "k3", "drift", "clipped", "ratio", "ratio_squared", "row_ratio"), 0.0
         )
         sums |= {"row_ratio_squared": 0.0, "rows": float(len(rows)), "max_error": 0.0, "entropy": math.nan}
         objective = 0.0
@@ -207,8 +207,9 @@ class TinkerPolicy:
             row_ratio = math.exp(float(np.clip(log_ratio.sum(), -20.0, 20.0)))
             for name, value in {
                 "tokens": len(ratio), "own": mine.sum(), "own_k3": k3[mine].sum(), "k3": k3.sum(),
-                "clipped": clipped.sum(), "ratio": ratio.sum(), "ratio_squared": np.square(ratio).sum(),
-                "row_ratio": row_ratio, "row_ratio_squared": row_ratio**2,
+                "drift": np.abs(log_ratio).sum(), "clipped": clipped.sum(), "ratio": ratio.sum(),
+                "ratio_squared": np.square(ratio).sum(), "row_ratio": row_ratio,
+                "row_ratio_squared": row_ratio**2,
             }.items():  # fmt: skip
                 sums[name] += float(value)
             sums["max_error"] = max(sums["max_error"], float(np.abs(gap[mine]).max(initial=0.0)))
