@@ -32,7 +32,8 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.journal import turns
 from tidegate.gateway.journal.sqlite import FILE
 from tidegate.trainer.policy.policy import Policy
-from tidegate.types import Sampling, Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import Sampling, Trajectory
 
 MODEL = Path(__file__).parents[1] / "examples" / "tiny_base" / "model"
 SESSIONS, TURNS = 64, 4

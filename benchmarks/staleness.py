@@ -49,7 +49,8 @@ from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
 from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.policy.policy import Policy
-from tidegate.types import Group, Outcome, Task, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Group, Outcome, Task, Trajectory
 
 ROOT = Path(__file__).parents[1]
 LOSSES = (

@@ -29,7 +29,8 @@ from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.policy import Policy
-from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, Trajectory
 
 VOCABULARY = 4096
 SETTINGS = {"microbatch_tokens": 4096, "learning_rate": 1e-5}

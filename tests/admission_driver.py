@@ -25,7 +25,8 @@ from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
 from tidegate.trainer.start import Start
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Group, Outcome, Trajectory
 
 SEALED = (Phase.READY, Phase.LEASED, Phase.SELECTED)
 

@@ -28,7 +28,8 @@ from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.request import TurnRequest, digest_of
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.types import VersionSpan, to_wire
+from tidegate.turn import VersionSpan
+from tidegate.types import to_wire
 
 Files = dict[str, bytes]
 

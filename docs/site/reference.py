@@ -27,7 +27,7 @@ PYTHON_API = {
     "Sandboxes": ["tidegate.sandbox.sandbox", "tidegate.sandbox.limits", "tidegate.sandbox.verify"],
     "Retrieval": ["tidegate.rag.client"],
     "Gateway": ["tidegate.gateway.client", "tidegate.gateway.control.rows"],
-    "Tasks and trajectories": ["tidegate.types"],
+    "Tasks and trajectories": ["tidegate.types", "tidegate.turn"],
     "Errors": ["tidegate.errors"],
 }
 """Modules that users import, by heading of the page."""

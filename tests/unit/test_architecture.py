@@ -31,6 +31,7 @@ CORE = {
     "service",
     "settings",
     "tracebacks",
+    "turn",
     "types",
     "weights",
 }

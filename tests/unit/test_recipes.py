@@ -206,7 +206,7 @@ REGISTRATIONS = [
     (FORMATS, "json_formats, llama3_json", "arrow, "),
     (FORMATS, "json_formats.GRANITE,", "arrow.ARROW, "),
     (
-        "tidegate/types.py",
+        "tidegate/turn.py",
         "\n    @property\n    def routed_tokens(",
         '    prompt_tokens: int = 0\n    """Number of tokens of the whole prompt."""\n',
     ),

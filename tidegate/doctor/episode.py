@@ -18,7 +18,8 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, MARKERS, choose
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.trainer.rollout.episodes import EpisodeSource
-from tidegate.types import Outcome, Task, ToolCall, Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import Outcome, Task, ToolCall, Trajectory
 
 ERROR_SHOWN = 400
 

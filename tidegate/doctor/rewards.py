@@ -19,7 +19,8 @@ from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.errors import ConfigError, RewardError
 from tidegate.settings.judge import JudgeSettings
 from tidegate.tracebacks import where
-from tidegate.types import Outcome, Scored, Task, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, Scored, Task, Trajectory
 
 SCORE_S = 10.0
 WRONG_ANSWERS = ("", "I do not know.")

@@ -19,7 +19,8 @@ from tidegate.gateway.rendering.messages import in_call_order, template_form
 from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
 from tidegate.service import exact
 from tidegate.sft.demonstration import Demonstration, demonstration
-from tidegate.types import Ids, Message
+from tidegate.turn import Ids
+from tidegate.types import Message
 
 
 def read_chats(path: Path, renderer: Renderer, replies: str) -> Iterator[Demonstration]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tidegate.trainer.batch.rows import TrainingSequence
-from tidegate.types import Ids
+from tidegate.turn import Ids
 
 
 @dataclass(frozen=True, slots=True)

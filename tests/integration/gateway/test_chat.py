@@ -14,7 +14,8 @@ from tests.fakes import Fault, Stage, logprob_of
 from tests.integration.gateway.chat_calls import ASK, TOOLS, streamed, whole
 from tests.integration.gateway.sdk_stage import CALL, opened, stage
 from tidegate.gateway.http import response as exchange
-from tidegate.types import Outcome, Sampling, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]
 

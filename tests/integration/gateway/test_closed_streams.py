@@ -20,7 +20,8 @@ from tests.journal_copy import copy_journal
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.trainer.batch.rows import rows_of
-from tidegate.types import CLIENT_CLOSED, Sampling, Trajectory, VersionSpan
+from tidegate.turn import CLIENT_CLOSED, VersionSpan
+from tidegate.types import Sampling, Trajectory
 
 __all__ = ["stage"]
 REPLY = "Thought: I add. Observation: 42 and more"

@@ -17,7 +17,8 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.types import Outcome, Sampling, Task, Trajectory, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]

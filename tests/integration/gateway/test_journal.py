@@ -31,7 +31,8 @@ from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.project_keys import create_key
 from tidegate.gateway.sessions.session import GatewaySession, SessionRequest
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Group, Sampling, Task, Trajectory, Turn, to_wire
+from tidegate.turn import Turn
+from tidegate.types import Group, Sampling, Task, Trajectory, to_wire
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="the secret 4711", info={"a": [1]})
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]

@@ -14,7 +14,7 @@ from tests.fakes import Stage, staged
 from tests.families import FAMILIES, family_tokenizer
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.sessions.tree import TurnTree, prefix_mismatch
-from tidegate.types import Ids, Turn
+from tidegate.turn import Ids, Turn
 
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
 MORE: dict[str, Any] = {"role": "user", "content": "And 4 + 4?"}

@@ -12,7 +12,8 @@ from tidegate.doctor.episode import TrialEpisode, judge_episode
 from tidegate.gateway.client import SessionSummary
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
-from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, ToolCall, Trajectory
 
 REFUSED = ToolCall(
     "calculator", {}, "there is no tool 'calculator'; the tools are convert", error=True, known=False

@@ -16,7 +16,8 @@ from tidegate.gateway.journal import schema, turns
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.types import Outcome, Sampling, Task, Turn, VersionSpan, to_wire
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, Sampling, Task, to_wire
 
 VALUES: dict[int, dict[str, Any]] = {
     7: {

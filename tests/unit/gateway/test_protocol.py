@@ -13,8 +13,8 @@ import pytest
 from tidegate.errors import EngineError
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
 from tidegate.gateway.engines.reply import read_reply, read_version, reply_reader
+from tidegate.turn import VersionSpan
 from tidegate.types import LISTED as PAIR
-from tidegate.types import VersionSpan
 
 
 def payload(ids: list[int], **meta: Any) -> dict[str, Any]:

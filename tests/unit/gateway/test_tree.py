@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.sessions.tree import TurnRequestInfo, TurnTree, keep_tokens
-from tidegate.types import Message, Outcome, Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import Message, Outcome, Trajectory
 
 
 def user(text: str) -> Message:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from tidegate.trainer.batch.rows import TrainingSequence
-from tidegate.types import Outcome, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, Trajectory
 
 if TYPE_CHECKING:
     from tidegate.trainer.batch.microbatch import Microbatch

@@ -13,7 +13,8 @@ import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.errors import ConfigError, TrainingError
-from tidegate.types import Group, Turn
+from tidegate.turn import Turn
+from tidegate.types import Group
 
 EOS = 9
 

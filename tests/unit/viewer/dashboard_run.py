@@ -18,7 +18,8 @@ from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
-from tidegate.types import Group, Outcome, ToolCall, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Group, Outcome, ToolCall, Trajectory
 
 EVIL = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>"
 PROMPT = "<|im_start|>user\nWhat is 3 + 4? é 水 🙂<|im_end|>\n<|im_start|>assistant\n"

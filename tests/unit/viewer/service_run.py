@@ -18,7 +18,8 @@ from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.publish.canary import CanaryState
 from tidegate.trainer.publish.sequential_test import Comparison
 from tidegate.trainer.records.client_log import ClientLog
-from tidegate.types import Group, Trajectory, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import Group, Trajectory
 
 SETTINGS = """
 [run]

@@ -14,7 +14,8 @@ from tests.unit.viewer.dashboard_run import PROMPT, Writer, write_dashboard_run
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
-from tidegate.types import Group, Outcome, ToolCall, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import Group, Outcome, ToolCall
 from tidegate.viewer.dashboard import run as followed
 from tidegate.viewer.dashboard import timeline
 from tidegate.viewer.dashboard.app import create_app

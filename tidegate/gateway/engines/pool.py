@@ -31,7 +31,7 @@ from tidegate.gateway.engines.protocol import (
 from tidegate.gateway.engines.reply import reply_reader
 from tidegate.gateway.ids import unique_name
 from tidegate.service.backoff import backoff_s
-from tidegate.types import VersionSpan
+from tidegate.turn import VersionSpan
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 

@@ -12,7 +12,7 @@ import orjson
 
 from tidegate.errors import EngineError
 from tidegate.gateway.sampling import continued_seed
-from tidegate.types import Ids, Logprobs, VersionSpan, spans_within
+from tidegate.turn import Ids, Logprobs, VersionSpan, spans_within
 
 NON_RESUMABLE_PARAMS = frozenset(
     {"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"}

@@ -23,7 +23,8 @@ from tidegate.gateway.engines.protocol import (
     RequestRefusedError,
     TopRow,
 )
-from tidegate.types import LISTED, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import LISTED
 
 LEAST_LOGPROB = -9999.0
 """Smallest logprob of a listed id, which half precision can hold."""

@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 
 from tidegate.service.tracing import Attributes, Spans
-from tidegate.types import ToolCall, Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import ToolCall, Trajectory
 
 
 class EpisodeSpans:

@@ -17,7 +17,8 @@ from tidegate.gateway.journal.base import GroupSummary, Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tool_calls import SessionToolCalls
 from tidegate.gateway.sessions.tree import TurnNode, TurnTree
-from tidegate.types import CLIENT_CLOSED, Group, ToolCall, from_wire
+from tidegate.turn import CLIENT_CLOSED
+from tidegate.types import Group, ToolCall, from_wire
 
 INTERRUPTED = "the gateway was restarted while this session ran"
 

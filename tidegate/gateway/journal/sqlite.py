@@ -24,7 +24,8 @@ from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.journal.writer import Statement, Writer
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
-from tidegate.types import CLIENT_CLOSED, ToolCall, Trajectory, to_wire
+from tidegate.turn import CLIENT_CLOSED
+from tidegate.types import ToolCall, Trajectory, to_wire
 
 FILE = "journal.sqlite"
 FLUSH_DELAY_S = 0.05

@@ -22,7 +22,8 @@ import zstandard
 from tidegate.errors import GatewayError
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.service import exact
-from tidegate.types import Message, Turn, array_bytes, element_type
+from tidegate.turn import Turn
+from tidegate.types import Message, array_bytes, element_type
 
 TABLES = """
 CREATE TABLE turns (id INTEGER PRIMARY KEY, session INTEGER NOT NULL, node BLOB NOT NULL);

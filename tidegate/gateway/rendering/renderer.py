@@ -28,7 +28,8 @@ from tidegate.gateway.rendering.suffix_template import Continuation
 from tidegate.gateway.rendering.suffixes import MINIMAL_PROMPT, SuffixCache, Suffixes, Unrenderable
 from tidegate.gateway.rendering.tokenizer import Codec, load_tokenizer
 from tidegate.service import exact
-from tidegate.types import Ids, Message
+from tidegate.turn import Ids
+from tidegate.types import Message
 
 __all__ = ["LargeText", "Renderer", "Unrenderable", "load_tokenizer"]
 

@@ -20,7 +20,8 @@ from tidegate.gateway.ids import unique_name
 from tidegate.gateway.parsing.reply import ReplyReader, begins_with, count_read_ids
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, TurnRequestInfo
-from tidegate.types import CLIENT_CLOSED, Ids, Message, PackedIds, PackedLogprobs, Turn
+from tidegate.turn import CLIENT_CLOSED, Ids, PackedIds, PackedLogprobs, Turn
+from tidegate.types import Message
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,8 @@ import numpy as np
 from tidegate.gateway.parsing.reply import begins_with
 from tidegate.gateway.rendering.messages import chain, resemble, template_form
 from tidegate.gateway.sessions.history import MAX_HISTORIES, RequestHistories, RequestHistory, branch_reason
-from tidegate.types import CLIENT_CLOSED, Ids, Message, Turn, spans_within
+from tidegate.turn import CLIENT_CLOSED, Ids, Turn, spans_within
+from tidegate.types import Message
 
 Alike = Callable[[list[Message], list[Message]], bool]
 """Returns whether the template renders two histories to the same text."""

@@ -28,7 +28,7 @@ from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.gateway.turns.prompts import PromptBuilder, Rendered
-from tidegate.types import CLIENT_CLOSED, Turn
+from tidegate.turn import CLIENT_CLOSED, Turn
 
 log = logging.getLogger("tidegate.gateway")
 access_log = logging.getLogger("tidegate.gateway.access")

@@ -35,7 +35,8 @@ from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids
-from tidegate.types import Ids, Message
+from tidegate.turn import Ids
+from tidegate.types import Message
 
 log = logging.getLogger("tidegate.gateway")
 _INLINE = 4096

@@ -10,7 +10,7 @@ import numpy as np
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import root_key
 from tidegate.gateway.sessions.tree import Attachment, TurnTree
-from tidegate.types import CLIENT_CLOSED, Ids
+from tidegate.turn import CLIENT_CLOSED, Ids
 
 _ROOT = root_key(None, {"raw": True})
 

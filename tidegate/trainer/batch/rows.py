@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from tidegate.errors import TrainingError
 from tidegate.sequences import training_sequences
-from tidegate.types import Ids, Logprobs, Trajectory, Turn
+from tidegate.turn import Ids, Logprobs, Turn
+from tidegate.types import Trajectory
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, narr
 from tidegate.trainer.policy.ranks import Compute, Ranks
 from tidegate.trainer.policy.routing import RoutingReplay, normalises
 from tidegate.trainer.policy.working_copy import WorkingCopy
-from tidegate.types import Logprobs
+from tidegate.turn import Logprobs
 from tidegate.weights.float_logits import float_logits, is_plain
 from tidegate.weights.internals import cache_argument
 from tidegate.weights.onednn import use_onednn

@@ -43,7 +43,7 @@ from tidegate.trainer.policy.optimizer import adamw, learning_rate, suitable_rat
 from tidegate.trainer.policy.ranks import Ranks
 from tidegate.trainer.policy.state import PolicyState
 from tidegate.trainer.policy.weights import PolicyWeights
-from tidegate.types import Logprobs
+from tidegate.turn import Logprobs
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

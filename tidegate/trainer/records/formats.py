@@ -17,7 +17,8 @@ import numpy as np
 from tidegate import __version__
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.records.trajectories import decode_trajectory
-from tidegate.types import Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import Trajectory
 
 Line = Mapping[str, Any]
 Rows = Iterator[dict[str, Any]]

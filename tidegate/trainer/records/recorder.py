@@ -19,7 +19,8 @@ from tidegate.trainer.records.judge import PREFIX, JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
-from tidegate.types import Logprobs, Trajectory, Turn
+from tidegate.turn import Logprobs, Turn
+from tidegate.types import Trajectory
 
 NGRAM = 4
 """Tokens of an n-gram whose repetitions are counted."""

@@ -35,20 +35,8 @@ from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import PART_BYTES, drop_torn_line, naming, nth_part, parts, sync
 from tidegate.trainer.records.writer import FileWriter
-from tidegate.types import (
-    Group,
-    Outcome,
-    PackedExperts,
-    PackedIds,
-    PackedLogprobs,
-    ToolCall,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    array_bytes,
-    element_type,
-    fields_of,
-)
+from tidegate.turn import PackedExperts, PackedIds, PackedLogprobs, Turn, VersionSpan
+from tidegate.types import Group, Outcome, ToolCall, Trajectory, array_bytes, element_type, fields_of
 
 LONGEST_ANSWER = 2_000
 """Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""

@@ -16,7 +16,7 @@ import orjson
 from tidegate.errors import EngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import HttpClient, engine_headers, error_in
-from tidegate.types import Logprobs
+from tidegate.turn import Logprobs
 
 REFUSALS = (400, 404, 413, 422)
 """Statuses with which a healthy engine refuses a request."""

@@ -18,7 +18,8 @@ from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.batch.rows import is_trained
 from tidegate.trainer.teacher.client import ScoreClient, Scores
 from tidegate.trainer.teacher.hint import Hint
-from tidegate.types import Group, Trajectory, Turn
+from tidegate.turn import Turn
+from tidegate.types import Group, Trajectory
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 8.0
 """Delays before a failed request is repeated."""

@@ -9,7 +9,8 @@ from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn, tre
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.microbatch import microbatch
 from tidegate.trainer.batch.rows import check_listed, rows_of
-from tidegate.types import Trajectory, VersionSpan
+from tidegate.turn import VersionSpan
+from tidegate.types import Trajectory
 
 
 def trainable_tokens(trajectory: Trajectory) -> dict[int, tuple[int, float]]:

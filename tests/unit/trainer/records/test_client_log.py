@@ -12,7 +12,8 @@ import pytest
 from tidegate.errors import TidegateError
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.records.client_log import FILE, ClientLog
-from tidegate.types import Group, Outcome, Trajectory, Turn, VersionSpan
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Group, Outcome, Trajectory
 
 UNREWARDED = GroupRow("shop.b", "live", 1, [], client="shop", outcome="unrewarded")
 LISTED = [GroupRow("shop.open", "live", 1, [], unended=1, client="shop"), UNREWARDED]

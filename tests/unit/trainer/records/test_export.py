@@ -17,7 +17,8 @@ from tests.unit.viewer.viewer_run import write_run
 from tidegate.cli import main
 from tidegate.trainer.batch.rows import rows_of
 from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory, read_lines, step_files
-from tidegate.types import Outcome, ToolCall, Trajectory, Turn, VersionSpan, from_wire, to_wire
+from tidegate.turn import Turn, VersionSpan
+from tidegate.types import Outcome, ToolCall, Trajectory, from_wire, to_wire
 from tidegate.viewer.formatting import known
 
 
