@@ -16,7 +16,6 @@ from pydantic import Field, model_validator
 
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
-from tidegate.settings.losses import AUTO_LISTED
 from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.reading import load
 from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump
@@ -154,11 +153,13 @@ class Settings(SettingsSection):
     def centering(self) -> str:
         """Describes score centering and its reason."""
         loss, why = self.trainer.loss, self.off_policy
+        unsuited = f", as {loss.name} clips by the sign of the advantage (docs/losses.md)"
         if loss.listed_ids:
-            return f"score centering over {loss.listed_ids} ids; {why or 'tokens are of the newest weights'}"
-        if why is None or "score_centering" not in type(loss).model_fields:
-            return "no score centering"
-        return f'no score centering; trainer.loss.score_centering = "auto" would be {AUTO_LISTED}, as {why}'
+            text = f"score centering over {loss.listed_ids} ids; {why or 'tokens are of the newest weights'}"
+            return text + f"; it may worsen learning{unsuited}" * loss.clips_by_sign
+        if why is None or not loss.auto_listed:
+            return "no score centering" + unsuited * (why is not None and loss.clips_by_sign)
+        return f'no score centering; trainer.loss.score_centering = "auto" is {loss.auto_listed}, as {why}'
 
     @property
     def run_dir(self) -> Path:
@@ -273,11 +274,11 @@ class Settings(SettingsSection):
 
     def _choose_centering(self) -> None:
         """Replaces `score_centering = "auto"` of the run's loss and of policies by a number of ids."""
-        listed = AUTO_LISTED if self.off_policy else 0
 
         def chosen(section: Any) -> Any:
             if getattr(section.loss, "score_centering", 0) != "auto":
                 return section
+            listed = section.loss.auto_listed if self.off_policy else 0
             loss = section.loss.model_copy(update={"score_centering": listed})
             return section.model_copy(update={"loss": loss})
 

@@ -356,7 +356,11 @@ async def test_an_engine_with_a_fault(patient: Patient, fault: Fault, code: str,
 @pytest.mark.parametrize(
     ("settings", "fault", "text"),
     [
-        ({"trainer": {"loss": {"score_centering": "auto"}}}, "no_top", "its likeliest ids .* = 32"),
+        (
+            {"trainer": {"loss": {"name": "cispo", "score_centering": "auto"}}},
+            "no_top",
+            "its likeliest ids .* = 32",
+        ),
         ({"sampling": {"top_p": 0.9}}, "no_kept", "the ids that top-p and top-k kept"),
         ({"trainer": {"routing_replay": True}}, "none", "--enable-return-routed-experts"),
     ],

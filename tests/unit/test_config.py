@@ -597,6 +597,7 @@ def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(
 
 
 AUTO = "--trainer.loss.score_centering=auto"
+CENTERABLE = "--trainer.loss.name=truncated_is"
 TINKER = [
     "--trainer.backend=tinker", "--engine.kind=tinker", "--trainer.tinker.base_model=m",
     "--trainer.lora.rank=4", "--trainer.learning_rate=1e-4",
@@ -631,13 +632,27 @@ TINKER = [
 def test_automatic_score_centering_is_on_where_tokens_may_be_of_other_weights(
     words: list[str], listed: int, told: str
 ) -> None:
-    settings = load_settings(None, [*MODEL, AUTO, *words])
+    settings = load_settings(None, [*MODEL, CENTERABLE, AUTO, *words])
     assert settings.trainer.loss.listed_ids == listed
     assert settings.centering.startswith(told)
     assert f"score_centering = {listed}" in dump(settings), "a replay has the number"
-    plain = load_settings(None, [*MODEL, *words])
+    plain = load_settings(None, [*MODEL, CENTERABLE, *words])
     assert plain.trainer.loss.listed_ids == 0
-    assert ('"auto" would be 32, as ' in plain.centering) == bool(listed)
+    assert ('"auto" is 32, as ' in plain.centering) == bool(listed)
+
+
+@pytest.mark.parametrize(
+    ("loss", "listed"),
+    [("masked_is", 32), ("cispo", 32), ("grpo", 0), ("dr_grpo", 0), ("dapo", 0), ("dppo", 0)],
+)
+def test_automatic_score_centering_leaves_out_losses_that_clip_by_the_sign(loss: str, listed: int) -> None:
+    name, told = f"--trainer.loss.name={loss}", f"{loss} clips by the sign of the advantage"
+    settings = load_settings(None, [*MODEL, name, AUTO])
+    assert settings.trainer.loss.listed_ids == listed
+    assert (told in settings.centering) == (listed == 0)
+    asked = load_settings(None, [*MODEL, name, "--trainer.loss.score_centering=32"])
+    assert asked.trainer.loss.listed_ids == 32
+    assert (told in asked.centering) == (listed == 0), "a number is not refused, but told"
 
 
 def test_automatic_score_centering_is_refused_where_there_is_none() -> None:

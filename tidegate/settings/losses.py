@@ -31,13 +31,14 @@ SequenceMask = Annotated[
 MAX_LISTED = 1024
 """Limit of `score_centering`: SGLang fails on more ids than its vocabulary has."""
 AUTO_LISTED = 32
-"""Number of ids that `score_centering = "auto"` stands for."""
+"""Number of ids that `score_centering = "auto"` stands for, where it is on."""
 Centering = Annotated[
     Annotated[int, Field(ge=0, le=MAX_LISTED)] | Literal["auto"],
     Field(
         description="Score centering with this number of the engine's likeliest ids in place of each token, "
         "such as 32, which the engine then reports (docs/losses.md). auto: 32 if tokens may be sampled from "
-        "other weights than the trainer's, 0 otherwise. 0: none."
+        "other weights than the trainer's and the loss does not clip by the sign of the advantage, "
+        "0 otherwise. 0: none."
     ),
 ]
 
@@ -51,11 +52,19 @@ class LossSettings(SettingsSection):
     several_steps: ClassVar[bool] = False
     """Whether the loss allows several optimiser steps per batch: it is relative to a recomputed π_old."""
 
+    clips_by_sign: ClassVar[bool] = False
+    """Whether the loss clips by the sign of the advantage, and is made worse by score centering."""
+
+    @property
+    def auto_listed(self) -> int:
+        """Number of ids that `score_centering = "auto"` stands for off policy."""
+        return 0 if self.clips_by_sign or "score_centering" not in type(self).model_fields else AUTO_LISTED
+
     @property
     def listed_ids(self) -> int:
         """Number of likeliest ids that engines report in place of each token."""
         listed: int | str = getattr(self, "score_centering", 0)
-        return AUTO_LISTED if listed == "auto" else int(listed)
+        return self.auto_listed if listed == "auto" else int(listed)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -92,6 +101,7 @@ class CISPOLoss(LossSettings):
 
 
 class GRPOLoss(LossSettings):
+    clips_by_sign: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
@@ -101,6 +111,7 @@ class GRPOLoss(LossSettings):
 
 
 class DrGRPOLoss(LossSettings):
+    clips_by_sign: ClassVar[bool] = True
     advantage_scale: ClassVar[str] = "none"
     name: Literal["dr_grpo"] = "dr_grpo"
     """Name of the loss (docs/losses.md)."""
@@ -113,6 +124,7 @@ class DrGRPOLoss(LossSettings):
 
 
 class DAPOLoss(LossSettings):
+    clips_by_sign: ClassVar[bool] = True
     name: Literal["dapo"] = "dapo"
     """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
@@ -141,6 +153,7 @@ class DecoupledPPOLoss(LossSettings):
 
 
 class DPPOLoss(LossSettings):
+    clips_by_sign: ClassVar[bool] = True
     name: Literal["dppo"] = "dppo"
     """Name of the loss (docs/losses.md)."""
     divergence: Literal["tv", "kl"] = "tv"
