@@ -12,7 +12,7 @@ from tidegate.config import Settings
 from tidegate.errors import TrainingError
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.publish.layout import published
+from tidegate.trainer.publish.layout import published, shares_engines
 
 
 class Policies:
@@ -98,7 +98,12 @@ class Policies:
             place.parent.mkdir(exist_ok=True)
             save(place, dtype=of_policy.engine.weights_dtype)
         for name, own in self.settings.policies.items():
-            if own.earlier is not None and (earlier := self._earlier(directory, name)) is not None:
+            if own.earlier is None:
+                continue
+            earlier = self._earlier(directory, name)
+            if earlier is None and shares_engines(self.settings, name):  # they refuse a name without adapter
+                earlier = published(self.settings, part, own.earlier)
+            if earlier is not None:
                 shutil.copytree(earlier, published(self.settings, part, name), copy_function=os.link)
         shutil.rmtree(directory, ignore_errors=True)
         part.replace(directory)

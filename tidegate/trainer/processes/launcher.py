@@ -29,7 +29,7 @@ from tidegate.trainer.processes.provider import (
 from tidegate.trainer.processes.servers import MAX_RESTARTS
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.engines import EngineMembership
-from tidegate.trainer.publish.layout import engine_weights
+from tidegate.trainer.publish.layout import engine_weights, is_fixed
 
 KEY_FILE = "worker.key"
 PAUSE_S = 1.0
@@ -114,7 +114,7 @@ async def start_processes(
     engines = EngineMembership(gateway, note)
     urls = settings.engine.urls
     serves = [] if urls else [policy for _, policy, _ in own]
-    frozen = [name for name, policy in settings.policies.items() if not policy.train]
+    frozen = [name for name in settings.engine_sets if is_fixed(settings, name)]
     await engines.open(urls or [server.url for server in servers], serves, frozen)
     for server, _, weights in own:
         supervisor.watch(_supervise_engine(server, weights, note, engines), server.name)

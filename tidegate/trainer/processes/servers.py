@@ -264,7 +264,7 @@ def gateway_arguments(settings: Settings, host: str, own_environments: bool = Tr
                 "tool_parser": settings.gateway.tool_parser,
                 "train": own.trained,
                 "engines": engine_set(settings, name),
-                "adapter": shares_engines(settings, name),
+                "adapter": own.train and shares_engines(settings, name),
             }
             for name, own in settings.policies.items()
         }

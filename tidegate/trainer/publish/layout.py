@@ -5,7 +5,7 @@
     weights/v000012/planner/worker/     first of them, which an engine loads as a whole
     checkpoints/step_8/solver/          the whole model of each trained policy
 
-A policy that is not trained has none: its engines load its model's own directory.
+A frozen policy has none: its engines load its model's own directory; shared ones serve it without an adapter.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def published(settings: Settings, version: Path, name: str) -> Path:
     return version / engine_set(settings, name) / name if shares_engines(settings, name) else version / name
 
 
+def is_fixed(settings: Settings, engines: str) -> bool:
+    """Return whether the engines of this name serve frozen policies alone, and are published nothing."""
+    served = [settings.policies.get(name) for name in settings.engine_sets[engines]]
+    return all(policy is not None and not policy.train for policy in served)
+
+
 def engine_weights(settings: Settings, weights: Path, engines: str) -> Path:
     """Return what the engines of this name load of a version or a checkpoint.
 
@@ -41,4 +47,6 @@ def engine_weights(settings: Settings, weights: Path, engines: str) -> Path:
         return weights
     own = weights / engines
     exists = is_adapter(own) if shares_engines(settings, engines) else own.is_dir()
-    return own if exists else settings.of_policy(engines).model.path.absolute()
+    # A checkpoint has a policy, too, that is frozen since.
+    loads = exists and not is_fixed(settings, engines)
+    return own if loads else settings.of_policy(engines).model.path.absolute()

@@ -16,7 +16,8 @@ from tidegate.errors import CheckpointError, TrainingError
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.policy.policies import Policies, load_policies
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.publish.layout import engine_weights, published
+from tidegate.trainer.publish.layout import engine_weights, is_fixed, published
+from tidegate.weights.adapter_files import FILE
 from tidegate.weights.files import is_adapter
 
 
@@ -136,3 +137,26 @@ def test_policies_of_one_base_share_engines_by_their_adapters(base: Path, tmp_pa
     # A checkpoint has merged models, which shared engines do not load.
     policies.save_weights(tmp_path / "step_1")
     assert engine_weights(policies.settings, tmp_path / "step_1", "a") == base
+
+
+def test_earlier_selves_and_frozen_policies_share_engines(base: Path, tmp_path: Path) -> None:
+    kinds = {"fixed": {"train": False}, "a": {}, "old": {"earlier": "a", "behind": 2}}
+    policies = load(base, kinds, lora={"rank": 2, "publish": "adapter"})
+    settings = policies.settings
+    assert settings.engine_sets == {"fixed": ["fixed", "a", "old"]}
+    assert not is_fixed(settings, "fixed")
+    files = []
+    for version in range(4):
+        shared = engine_weights(settings, policies.save_published(tmp_path / f"v{version:06d}"), "fixed")
+        # An engine refuses calls of an adapter that it does not have, so there is one from the start.
+        assert sorted(path.name for path in shared.iterdir()) == ["a", "old"]
+        files.append({name: (shared / name / FILE).read_bytes() for name in ("a", "old")})
+        policies.update(of("a", make_rows(3)), 4)
+    assert [one["old"] for one in files] == [files[at]["a"] for at in (0, 0, 0, 1)]
+
+
+def test_a_policy_that_is_frozen_at_a_resume_has_its_own_models_weights(base: Path, tmp_path: Path) -> None:
+    load(base, {"a": {}, "b": {}}).save_weights(tmp_path / "step_1")
+    settings = settings_of(base, {"a": {}, "b": {"train": False}})
+    assert engine_weights(settings, tmp_path / "step_1", "b") == base
+    assert [name for name in settings.engine_sets if is_fixed(settings, name)] == ["b"]

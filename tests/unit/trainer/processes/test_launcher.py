@@ -171,6 +171,14 @@ def test_clients_episodes_have_the_runs_settings(tmp_path: Path) -> None:
     assert not any(argument.startswith("--env") for argument in arguments)
 
 
+def test_shared_engines_serve_a_frozen_policy_without_an_adapter() -> None:
+    words = ["--model.path=x", "--trainer.lora.rank=2", "--trainer.lora.publish=adapter"]
+    settings = load_settings(None, [*words, '--policies={a={}, old={earlier="a"}, fixed={train=false}}'])
+    arguments = gateway_arguments(settings, "127.0.0.1")
+    served = {name: f"--policies.{name}.adapter=true" in arguments for name in settings.policies}
+    assert served == {"a": True, "old": True, "fixed": False}, arguments
+
+
 async def test_a_gateway_that_does_not_answer_is_named_before_the_run_starts(tmp_path: Path) -> None:
     settings = load_settings(None, ["--model.path=x", "--gateway.url=http://127.0.0.1:9"])
     async with contextlib.AsyncExitStack() as stack:
