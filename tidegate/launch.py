@@ -24,7 +24,14 @@ from tidegate.program import advise_extra
 from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
-from tidegate.trainer.preflight import check_engines, check_nccl, check_port, check_teachers, check_writable
+from tidegate.trainer.preflight import (
+    check_engines,
+    check_nccl,
+    check_port,
+    check_rewarded_policies,
+    check_teachers,
+    check_writable,
+)
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
@@ -105,6 +112,7 @@ class Launch:
             start = None if fresh else Start.of(settings, resume)
             if start is not None:
                 start.lift_quarantine = lift_quarantine
+            check_rewarded_policies(settings, environment)
             check_surroundings(settings, environment, own_gateway=isinstance(provider, LocalProcesses))
             # After the checks, because importing torch and the trainer takes seconds.
             check_model(settings, engines=True if isinstance(provider, LocalProcesses) else None)

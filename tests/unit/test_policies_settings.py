@@ -11,7 +11,7 @@ from tidegate.config import Settings, load_settings, saved
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
-from tidegate.trainer.run import check_rewarded_policies
+from tidegate.trainer.preflight import check_rewarded_policies
 
 TEXT = """
 [model]

@@ -17,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from tidegate.config import Settings
+from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, StartError
 from tidegate.service.api_key import ENGINE_KEY, engine_key
 from tidegate.service.http_client import engine_headers
@@ -154,6 +155,18 @@ def check_teachers(teacher: TeacherSettings, environments: Sequence[str]) -> Non
                 f"trainer.teacher: path = {model.path} has no config.json: it must be a Hugging Face model "
                 "directory, such as checkpoints/best of a run"
             )
+
+
+def check_rewarded_policies(settings: Settings, environment: Environment) -> None:
+    """Raises ConfigError if a reward names a policy that the run does not have."""
+    for name, part in environment.rewarders().items():
+        for reward in part.rewards:
+            if reward.policy is not None and reward.policy not in settings.policies:
+                policies = ", ".join(settings.policies) or "one without a name"
+                raise ConfigError(
+                    f"the reward {reward.name!r} of the environment {name!r} is for the policy "
+                    f"{reward.policy!r}, and the run has {policies}: name one of these, or none"
+                )
 
 
 def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:

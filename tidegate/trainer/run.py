@@ -77,7 +77,6 @@ class Run:
         provider: ProcessProvider | None = None,
         locked: bool = False,
     ) -> None:
-        check_rewarded_policies(settings, environment)
         self.settings = settings
         self.environment = environment
         self.observer = observer
@@ -224,18 +223,6 @@ class Run:
         if changed:
             self.observer.note(f"settings that differ from before: {changed}")
         self.observer.note(summary(await asyncio.to_thread(audit_run, self.dir)))
-
-
-def check_rewarded_policies(settings: Settings, environment: Environment) -> None:
-    """Raises ConfigError if a reward names a policy that the run does not have."""
-    for name, part in environment.rewarders().items():
-        for reward in part.rewards:
-            if reward.policy is not None and reward.policy not in settings.policies:
-                policies = ", ".join(settings.policies) or "one without a name"
-                raise ConfigError(
-                    f"the reward {reward.name!r} of the environment {name!r} is for the policy "
-                    f"{reward.policy!r}, and the run has {policies}: name one of these, or none"
-                )
 
 
 def _still_quarantined(tasks: Collection[str], run_dir: Path) -> str:

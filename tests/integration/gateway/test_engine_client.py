@@ -361,7 +361,7 @@ async def test_a_request_asks_for_no_compression_and_has_its_body_whole() -> Non
     assert (sent == body, head.startswith(b"POST /a%20b/generate HTTP/1.1\r\n")) == (True, True)
     assert {line for line in lines if not line.startswith(b"host:")} == {
         b"authorization: bearer k", b"content-type: application/json", b"accept: */*",
-        b"content-length: %d" % len(body),
+        b"content-length: %d" % len(body), b"x-tidegate-packed-lists: 1",
     }  # fmt: skip
     await client.close()
 

@@ -145,5 +145,5 @@ async def test_engines_that_have_no_gpu_are_a_finding(
     settings = settings_of(engine=gpu, trainer=gpu | {"publish_transport": "broadcast"})
     examination = Examination(settings, tmp_path, lambda _: None)
     async with contextlib.AsyncExitStack() as stack:
-        assert await examination._engines(stack) == []
+        assert await examination._engines(stack) == {}
     assert codes(examination.findings) == ["engine_does_not_start"]
