@@ -32,7 +32,8 @@ from tidegate.gateway.options import GatewayOptions
 class Fault:
     """A fault of one request.
 
-    `kind`: `status` (returns the status `value`), `refuse` (status 400 with the message `value`), `hang`
+    `kind`: `status` (returns the status `value`), `refuse` (status 400 with the message `value`),
+    `switch` (status 400, as the engine has the version `value` now), `hang`
     (until aborted or closed), `drop` (closes the connection), `break` (breaks a stream off after `value`
     tokens), `abort` (ends with finish_reason abort after `value` tokens), `no_logprobs`, `no_versions`,
     `no_top`, `version` (every span has the version `value`), `garbage` (not JSON), `hold` (waits for
@@ -112,6 +113,9 @@ class FakeEngine:
         await self._tell()
         if fault.kind == "status":
             return web.json_response({"error": {"message": "as asked"}}, status=fault.value)
+        if fault.kind == "switch":
+            self.version = fault.value
+            return web.json_response({"error": {"message": "lora_path: not loaded"}}, status=400)
         if fault.kind == "refuse":
             return web.json_response({"error": {"message": fault.value}}, status=400)
         if fault.kind == "garbage":

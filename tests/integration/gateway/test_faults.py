@@ -116,6 +116,29 @@ async def test_calls_name_the_adapter_of_the_version_and_move_on_to_a_new_one(tm
         assert endpoint.adapters_in_use == {}
 
 
+async def test_a_call_that_names_an_unloaded_adapter_is_sent_again_with_the_new_one(tmp_path: Path) -> None:
+    """It was on its way, or the gateway has not read the engine's new version."""
+    options = PoolOptions(probe_every_s=3600.0)
+    async with staged(make_model_dir(tmp_path / "tiny"), pool=options) as stage:
+        _, llm = await opened(stage)
+        stage.engine.version = "v1"
+        await stage.client.remove_engine(stage.engine.url)
+        await stage.client.add_engine(stage.engine.url, admitted=True)
+        stage.engine.faults += [Fault("switch", "v2"), Fault("none"), Fault("refuse", "too long")]
+        assert await ask(llm)
+        with pytest.raises(openai.APIStatusError, match="too long"):
+            await ask(llm)
+        assert [request["lora_path"] for request in stage.engine.requests] == ["v1", "v2", "v2"]
+        assert stage.gateway.pool.engines()[0].version == 2
+
+
+async def test_a_version_with_leading_zeros_is_a_number(stage: Stage) -> None:
+    stage.engine.version = "007"
+    (endpoint,) = stage.gateway.pool.engines()
+    await eventually(lambda: endpoint.version == 7)
+    assert endpoint.adapter is None
+
+
 async def test_an_engine_that_restarts_at_its_address_is_used_again(stage: Stage) -> None:
     access, llm = await opened(stage)
     assert await ask(llm)

@@ -54,11 +54,13 @@ class HealthProbe:
         if at_once or self._engine.failures >= _FAILURES_TO_QUARANTINE:
             self._quarantine()
 
-    async def refresh(self) -> None:
-        """Read the engine's version now."""
+    async def refresh(self) -> bool:
+        """Read the engine's version now; returns whether it answers."""
         with contextlib.suppress(ProbeTimeout):
             if await self._probe():
                 self._on_change(self._engine)
+                return True
+        return False
 
     async def _run(self) -> None:
         failures = timeouts = 0
@@ -143,8 +145,8 @@ class HealthProbe:
         engine.weight_version = ", ".join(versions)  # engines behind a router may differ
         numbers = [number for label in versions if (number := read_version(label)) is not None]
         if len(infos) == len(replies) and len(numbers) == len(versions):
-            engine.version = min(numbers)
-            engine.adapter = adapters[str(engine.version)]
+            engine.version, oldest = min(zip(numbers, versions, strict=True))
+            engine.adapter = adapters[oldest]
         return True
 
     def _limit(self, slots: list[int | None]) -> int:

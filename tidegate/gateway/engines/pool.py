@@ -258,6 +258,11 @@ class EnginePool:
             return
         timeout.reschedule(min(timeout.when() or math.inf, asyncio.get_running_loop().time() + wait_s))
 
+    async def _has_adapter(self, engine: EngineEndpoint, adapter: str) -> bool:
+        """Whether an engine says now that it serves an adapter, and not that of another version."""
+        probe = self._probes.get(engine)
+        return probe is not None and await probe.refresh() and engine.adapter == adapter
+
     async def _call(
         self,
         engine: EngineEndpoint,
@@ -314,8 +319,10 @@ class EnginePool:
             raise EngineError(
                 f"{engine.url}: {str(error) or type(error).__name__}", retryable=True
             ) from error
-        except RequestRefusedError:
+        except RequestRefusedError as refusal:
             engine.failures = 0
+            if adapter is not None and not await self._has_adapter(engine, adapter):
+                raise EngineError(str(refusal), retryable=True) from refusal
             raise
         except EngineError as error:
             self._failed(engine, counts=error.retryable)
