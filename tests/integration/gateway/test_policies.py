@@ -3,12 +3,14 @@ policy's tokenizer and template, and extends only its turns."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from anthropic import AsyncAnthropic
@@ -17,8 +19,10 @@ from openai import AsyncOpenAI
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.local_rewards import LocalRewards
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.errors import GatewayError
+from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
+from tidegate.gateway.engines.engine import Affinity
+from tidegate.gateway.engines.protocol import GenerateRequest, SlowEnginesError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions, PolicyModel
@@ -225,6 +229,17 @@ async def test_calls_of_a_policy_wait_for_its_engines_while_the_other_serves(tmp
         summary = await stage.client.finish(access.session_id, outcome="timeout")
         assert (summary.outcome, summary.turns) == (Outcome.INFRA_ERROR, 1), "an outage, not a slow engine"
         assert [len(engine.requests) for engine in stage.engines.values()] == [1, 0]
+
+
+async def test_a_call_without_an_engine_of_its_policy_is_not_slow(tmp_path: Path) -> None:
+    """It has met an outage, however busy the engines of other policies are."""
+    async with room(tmp_path) as stage:
+        await stage.client.remove_engine(stage.engines["verifier"].url)
+        request = GenerateRequest(np.array([65], dtype=np.int32), {}, 4)
+        now = asyncio.get_running_loop().time()
+        with pytest.raises(EngineError, match="no engine in rotation") as failed:
+            await stage.gateway.pool.sample(request, Affinity("s", "s", policy="verifier"), now)
+        assert not isinstance(failed.value, SlowEnginesError)
 
 
 async def chat_fails(llm: AsyncOpenAI) -> None:
