@@ -31,7 +31,7 @@ class EngineMembership:
         self._gateway = gateway
         self._note = note
         self.on_poll: Callable[[bool, float], None] = lambda serving, rate: None
-        """Called with every poll, with whether any engine serves, and their tokens per second."""
+        """Called with every poll, with whether an engine of each policy serves, and tokens per second."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Control addresses by URL."""
         self._sets: dict[str, str] = {}
@@ -174,7 +174,9 @@ class EngineMembership:
         async with self._list_lock:
             rows = {row["url"]: row for row in await self._gateway.list_engines()}
             serving = [row for row in rows.values() if row["healthy"] and row["admitted"]]
-            self.on_poll(bool(serving), sum(row.get("tokens_per_s", 0.0) for row in serving))
+            served = {row.get("policy", "") for row in serving}
+            all_served = bool(serving) and served.issuperset(self._sets.values())
+            self.on_poll(all_served, sum(row.get("tokens_per_s", 0.0) for row in serving))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
                 self.reserved.discard(url)

@@ -413,12 +413,13 @@ class Publisher:
         return updated, failed
 
     async def _unresponsive(self, http: aiohttp.ClientSession) -> set[str]:
-        """Return the unavailable engines that still do not respond; none if there is no other engine."""
+        """Return the unavailable engines that still do not respond; not a policy's only ones."""
         urls = self.engines()
         unavailable = [url for url in urls if url in self.unavailable]
         labels = await asyncio.gather(*(EngineControl(url, http).probe_label() for url in unavailable))
         away = {url for url, label in zip(unavailable, labels, strict=True) if label is None}
-        return set() if away.issuperset(urls) else away
+        there = {self.serves(url) for url in urls if url not in away}
+        return {url for url in away if self.serves(url) in there}
 
     async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
         try:

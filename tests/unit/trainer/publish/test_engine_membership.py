@@ -72,6 +72,7 @@ class World:
     async def add_engine(self, url: str, admitted: bool | None = None, policy: str = "") -> None:
         await asyncio.sleep(0)
         known = {"url": url, "control": [url], "joined": admitted is None, "seen": None, "admitted": False}
+        known["policy"] = policy
         row = self.rows.setdefault(url, known)
         if admitted is not None:
             self._admit(row, admitted)
@@ -394,3 +395,17 @@ async def _told(story: list[tuple[str, Any]]) -> None:
         await world.until(lambda: all(map(world.serves, world.rows)))
         await world.until(lambda: set(world.engines.urls()) == world.rows.keys())
         assert "own" in world.rows
+
+
+async def test_a_run_waits_for_engines_of_every_policy() -> None:
+    async with running() as world:
+        world.machines["others"] = Machine("0")
+        await world.remove_engine("own")
+        await world.engines.open(["own", "others"], ["solver", "verifier"])
+        told: list[bool] = []
+        world.engines.on_poll = lambda serving, rate: told.append(serving)
+        await world.until(lambda: told[-1:] == [True])
+        world.machines["others"].alive = False
+        await world.until(lambda: told[-1] is False)
+        world.machines["others"].alive = True
+        await world.until(lambda: told[-1] is True)

@@ -464,3 +464,17 @@ async def test_the_only_engine_is_waited_for_also_if_it_is_out_of_service(
     await stage.publisher.publish(1)
     assert engines[0].version == "1"
     assert stage.restored == [engines[0].url]
+
+
+async def test_a_policys_only_engine_is_waited_for_also_beside_those_of_others(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    away = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+    stage.urls[:] = [engines[0].url, away]
+    stage.publisher.serves = {engines[0].url: "solver", away: "verifier"}.__getitem__
+    stage.publisher.mark_unavailable([away])
+    with pytest.raises(PublishError, match="any engine of the policy verifier"):
+        await stage.publisher.publish(1)
