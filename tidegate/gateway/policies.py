@@ -60,6 +60,7 @@ class ServedPolicies:
         self.by_name: dict[str, ServedPolicy] = {}
         for name, own in models.items():
             content = _content(own.model)
+            # Policies of one base are common, and a tokenizer takes seconds to load.
             if content not in loaded:
                 loaded[content] = Renderer.load(own.model)
             renderer = loaded[content]
@@ -83,6 +84,7 @@ class ServedPolicies:
         """Returns the policy that a request names: the only one under any name. Raises ApiError."""
         if not self.named:
             return self.default
+        # A request body may have anything there, also what cannot be hashed.
         policy = self.by_name.get(model) if isinstance(model, str) else None
         if policy is None:
             raise unknown_model(model, self.models)

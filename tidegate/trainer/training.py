@@ -302,6 +302,7 @@ class Training:
             )  # fmt: skip
             stack.callback(sender.close)
         # SGLang loads whole models only, a service its own; a node without the run's files has no base.
+        # Of several policies `save_adapter` writes what the engines of each load.
         adapters = settings.trainer.lora.publish == "adapter" or bool(settings.policies)
         whole = settings.engine.kind not in ("embedded", "vllm") or adapters
         deltas = self.provider.delivers_in_place and not whole
@@ -319,6 +320,7 @@ class Training:
             retry_s=restart_s(settings.engine), sender=sender,
             # A run that is to stop does not wait for an outage to end.
             deliver=self._deliver, serves=self.engines.serves,
+            # An earlier self links the files of the version so many publishes ago.
             kept_versions=max([KEPT_VERSIONS, *(own.behind + 1 for own in settings.policies.values())]),
             in_outage=lambda: self.pause.active and not self.stop.is_set(),
             durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",

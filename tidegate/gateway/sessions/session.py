@@ -174,6 +174,7 @@ class GatewaySession(SessionRequest):
         """Returns the affinity of the session's calls to a policy, which `engines` serve."""
         if not policy:
             return self.affinity
+        # One for each policy: its engine's cache has the prefixes of its own turns only.
         if (found := self.affinities.get(policy)) is None:
             own = self.affinity
             found = self.affinities[policy] = Affinity(own.flow, own.key, own.candidate, policy=engines)

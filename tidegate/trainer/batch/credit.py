@@ -159,6 +159,7 @@ def _by_policy(
         for group, values in zip(groups, found, strict=True):
             turns = [[turn for turn in one.turns if turn.policy == name] for one in group.trajectories]
             rows = [row for row, own in enumerate(turns) if own]
+            # Without the others' turns: their rewards are no consequence of what this policy did.
             episodes = [
                 replace(one, turns=turns[row], reward=one.policy_rewards.get(name, one.reward))
                 for row, one in enumerate(group.trajectories)

@@ -64,6 +64,7 @@ class Policies:
         stepping = {name: policy for name, policy in self.trained.items() if policy.has_batch}
         if not stepping:
             raise TrainingError("a batch has no trainable token")
+        # All before any is taken: a step of one policy alone could not be taken back.
         finite = {name: policy.prepare_step() for name, policy in stepping.items()}
         skip = not all(finite.values())
         results = {name: policy.optimizer_step(skip=skip) for name, policy in stepping.items()}
@@ -87,6 +88,7 @@ class Policies:
 
         `dtype` is not used: each policy has that of its engines. Raises OSError.
         """
+        # An engine must not find a version that has the weights of some policies only.
         part = directory.with_name(f".{directory.name}.partial")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -97,6 +99,7 @@ class Policies:
             place = published(self.settings, part, name)
             place.parent.mkdir(exist_ok=True)
             save(place, dtype=of_policy.engine.weights_dtype)
+        # Links: no file of a version is changed, and that version is removed later.
         for name, own in self.settings.policies.items():
             if own.earlier is None:
                 continue

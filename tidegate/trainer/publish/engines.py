@@ -55,6 +55,7 @@ class EngineMembership:
 
     def urls(self) -> list[str]:
         """Return the control addresses of the engines that versions are published to."""
+        # A load would pause the engines of a frozen policy for weights that they have.
         without = self.pinned | {url for url, name in self._sets.items() if name in self._frozen}
         members = self._members.items()
         return [address for url, control in members if url not in without for address in control]

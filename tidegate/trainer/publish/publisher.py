@@ -396,6 +396,7 @@ class Publisher:
             if self.in_outage():
                 deadline = time.monotonic() + self.retry_s
             served, late = set(map(self.serves, updated)), attempt > 1 and time.monotonic() >= deadline
+            # A policy without an updated engine is waited for, whatever those of the others did.
             over = {True: attempt > ATTEMPTS_BESIDE_OTHERS, False: late}
             remaining = [url for url in remaining if not over[self.serves(url) in served]]
             if not remaining:
