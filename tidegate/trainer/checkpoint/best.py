@@ -88,14 +88,21 @@ def _copy_models(weights: Path, place: Path) -> None:
         from tidegate.trainer.checkpoint.huggingface import write_merged  # imports torch
 
         write_merged(weights, place)
-    elif policies := [
-        path
-        for path in (*weights.glob("*/"), *weights.glob("*/*/"))  # the latter of policies that share engines
-        if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-    ]:
+    elif policies := _policies_in(weights):
         place.mkdir()
         for own in policies:
             _copy_models(own, place / own.name)
     else:
         ignored = shutil.ignore_patterns(MARKER, TRAINER_STATE, OPTIMIZER, RECORD)
         shutil.copytree(weights, place, ignore=ignored, copy_function=shutil.copyfile)
+
+
+def _policies_in(weights: Path) -> list[Path]:
+    """Return the directories of several policies; none in that of a model, which may contain others."""
+    if (weights / "config.json").is_file():
+        return []
+    return [
+        path
+        for path in (*weights.glob("*/"), *weights.glob("*/*/"))  # the latter of policies that share engines
+        if any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+    ]

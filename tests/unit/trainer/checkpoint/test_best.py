@@ -132,3 +132,13 @@ def test_of_several_policies_the_model_of_each_is_kept(run_dir: Path) -> None:
         "solver": "solver",
         "verifier": "verifier",
     }
+
+
+def test_a_base_model_with_models_in_directories_is_kept_whole(run_dir: Path) -> None:
+    """As a trainer leaves it: the model, and its own checkpoints beside it."""
+    base = weights(run_dir / "base", "base")
+    inner = weights(base / "checkpoint-500", "earlier")
+    for directory in (base, inner):
+        (directory / "config.json").write_text("{}")
+    assert BestCheckpoint.open(run_dir).update_if_better(base, 0, 0, 0.5)
+    assert kept(run_dir)[0] == "base"
