@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -423,6 +424,7 @@ class Refusing:
             raise EngineError("vLLM returned HTTP 503: generation is paused", retryable=True)
         tokens = {"content": [{"token_id": 5, "logprob": -0.5}]}
         choice = {"token_ids": [5], "finish_reason": "length", "logprobs": tokens}
+        choice["weight_versions"] = [{"version": self.named, "start": 0, "end": 1}]
         return {"choices": [choice], "usage": {}}
 
     async def stream(self, body: Any) -> AsyncGenerator[dict[str, Any]]:
@@ -443,11 +445,13 @@ def adapter(tmp_path: Path) -> EngineAdapter:
     return made
 
 
-async def reply_of(adapter: EngineAdapter, stream: bool, **body: Any) -> list[int]:
+async def reply_of(adapter: EngineAdapter, stream: bool, *, whole: bool = False, **body: Any) -> Any:
     generation = parse_generate({"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, **body}, LIMITS)
-    if not stream:
-        return (await adapter.sample(generation))["output_ids"]  # type: ignore[no-any-return]
-    return [reply async for reply in adapter.stream(generation)][-1]["output_ids"]  # type: ignore[no-any-return]
+    if stream:
+        reply = [piece async for piece in adapter.stream(generation)][-1]
+    else:
+        reply = await adapter.sample(generation)
+    return reply if whole else reply["output_ids"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -593,6 +597,33 @@ async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(
     async with asyncio.timeout(5):
         assert await asking == [5]
     assert server.models == [None, "v1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_tokens_version_is_that_of_the_adapter_that_its_request_named(
+    lora: EngineAdapter, tmp_path: Path, stream: bool
+) -> None:
+    """The label is another one after a failed load, and for a request that vLLM keeps through a pause."""
+    server: Any = lora.upstream
+    base = checksum.of_files(tmp_path)
+    updates = [adapter_of(label, write_adapter(tmp_path / label, tmp_path, base)) for label in "123"]
+    await lora.load_weights(updates[0])
+    unload, server.unload_adapter = server.unload_adapter, AsyncMock(side_effect=EngineError("no"))
+    with pytest.raises(EngineError, match="no"):
+        await lora.load_weights(updates[1])
+    assert server.named == "1", "though requests name the second one"
+    replies = [await reply_of(lora, stream, whole=True)]
+    server.unload_adapter = unload
+    await lora.load_weights(updates[1])
+    assert server.named == "2"
+    server.lets_in.clear()
+    asking = asyncio.create_task(reply_of(lora, stream, whole=True))
+    await eventually(lambda: len(server.models) == 2)
+    await lora.load_weights(updates[2])
+    server.lets_in.set()
+    replies.append(await asking)
+    assert (server.named, server.models) == ("3", ["v2", "v2"])
+    assert [reply["meta_info"]["weight_versions"][0]["version"] for reply in replies] == ["2", "2"]
 
 
 async def test_adapters_of_another_base_and_whole_weights_are_refused(

@@ -61,6 +61,8 @@ class EngineAdapter:
         self._served = manifest(options.base)
         self._adapters: dict[str, str] = {}
         """vLLM's names of the live version's LoRA adapters; the name of a single one is ""."""
+        self._sampled_by: dict[str, str] = {}
+        """The adapter that each running request names."""
         self._base_checksum: int | None = None
         self._open = asyncio.Event()
         """Set unless vLLM is paused: it may answer new requests with 503 then."""
@@ -109,8 +111,8 @@ class EngineAdapter:
             replies = self._when_open(lambda: self._whole_reply(self._body(generation, name)))
             async with contextlib.aclosing(replies):
                 reply = await anext(replies)
-        take_prompt(generation, reply.get("prompt_logprobs"))
-        take(generation, reply["choices"][0])
+            take_prompt(generation, reply.get("prompt_logprobs"))
+            self._take(generation, reply["choices"][0], name)
         take_usage(generation, reply.get("usage"))
         return answer(generation, self.version)
 
@@ -122,7 +124,7 @@ class EngineAdapter:
                 async for piece in pieces:
                     take_usage(generation, piece.get("usage"))
                     for choice in piece["choices"]:
-                        take(generation, choice)
+                        self._take(generation, choice, name)
                         if not generation.ended:
                             yield answer(generation, self.version)
         if not generation.ended:
@@ -154,7 +156,21 @@ class EngineAdapter:
         wanted = generation.adapter
         if wanted and wanted not in self._adapters:
             raise RequestError(f"lora_path = {wanted!r}: version {self.version} has no such adapter")
-        return request_body(generation, name, self._adapters.get(wanted))
+        adapter = self._adapters.get(wanted)
+        if adapter is not None:
+            self._sampled_by[name] = adapter
+        return request_body(generation, name, adapter)
+
+    def _take(self, generation: Generation, choice: Mapping[str, Any], name: str) -> None:
+        """Add the tokens of a reply or of a piece; their version is that of the adapter that was named.
+
+        vLLM reports its label, though it may keep a request through a pause and load that adapter again.
+        """
+        take(generation, choice)
+        adapter = self._sampled_by.get(name)
+        if adapter is not None and generation.spans:
+            version = adapter.partition("-")[0].removeprefix("v")
+            generation.spans = [(version, 0, len(generation.output_ids))]
 
     @contextlib.contextmanager
     def _named(self, generation: Generation) -> Iterator[str]:
@@ -165,6 +181,7 @@ class EngineAdapter:
             yield name
         finally:
             del self._running[name]
+            self._sampled_by.pop(name, None)
 
     async def abort(self, prefix: str) -> int:
         names = [name for name, rid in self._running.items() if rid.startswith(prefix)]
