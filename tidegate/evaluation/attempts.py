@@ -16,7 +16,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from tidegate.config import Settings
+from tidegate.config import LoRASettings, Settings
 from tidegate.envs.base import Environment
 from tidegate.errors import ConfigError, NoUsableEpisodesError
 from tidegate.evaluation.offers import AttemptServer
@@ -67,7 +67,11 @@ async def hosted(
     weights = settings.model.path.absolute()
     # No trainer runs: its ranks need no GPUs.
     trainer = settings.trainer.model_copy(update={"device": "cpu", "ranks": 1})
-    settings = settings.model_copy(update={"trainer": trainer})
+    policies = settings.policies
+    if policies:  # no trainer makes their adapters, so engines serve whole models
+        trainer = trainer.model_copy(update={"lora": LoRASettings()})
+        policies = {name: own.model_copy(update={"lora": None}) for name, own in policies.items()}
+    settings = settings.model_copy(update={"trainer": trainer, "policies": policies})
     async with contextlib.AsyncExitStack() as stack:
         try:
             processes = await start_processes(

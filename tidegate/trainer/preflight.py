@@ -186,6 +186,26 @@ def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:
     )
 
 
+def check_trained_policies(settings: Settings) -> None:
+    """Raises ConfigError if a resumed run trains other policies than before.
+
+    Its checkpoint lacks those that are new, and the groups that continue have turns of those that are gone.
+    """
+    try:
+        text = (settings.run_dir / "config.toml").read_text(encoding="utf-8")
+        saved = tomllib.loads(text).get("policies", {})
+        trained = [name for name, own in saved.items() if own.get("train", True) and "earlier" not in own]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return
+    before, now = sorted(trained) or [""], sorted(settings.trained_policies)
+    if before != now:
+        one = "one policy without a name"
+        raise ConfigError(
+            f"the run in {settings.run_dir} trains {', '.join(before) or one}, not {', '.join(now) or one}: "
+            "restore the policies, or start a new run with these (run.name)"
+        )
+
+
 def saved_model_path(run_dir: Path) -> Path | None:
     """Return the `model.path` of the run's saved settings; None if they cannot be read."""
     try:

@@ -12,7 +12,7 @@ from tidegate.errors import ConfigError, NothingToDoError
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
-from tidegate.trainer.preflight import check_model
+from tidegate.trainer.preflight import check_model, check_trained_policies
 from tidegate.trainer.publish.first_version import first_version
 from tidegate.trainer.records.metrics import reached
 
@@ -55,6 +55,8 @@ class Start:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
         checkpoint = checkpoints.latest(run_dir)
         check_model(settings.run_dir, settings.model.path, None if checkpoint is None else checkpoint.path)
+        if checkpoint is not None:
+            check_trained_policies(settings)
         check_files(run_dir, checkpoint)
         ledger = run_dir / "ledger.jsonl"
         past = read_ledger_state(ledger) if ledger.exists() else LedgerState()

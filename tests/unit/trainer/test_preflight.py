@@ -18,6 +18,7 @@ import pytest
 
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, NothingToDoError, StartError
+from tidegate.settings.policies import PolicySettings
 from tidegate.settings.sections import dump
 from tidegate.trainer import preflight
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
@@ -153,6 +154,20 @@ def test_a_run_does_not_go_on_with_another_model(tmp_path: Path) -> None:
     assert Start.of(with_model(settings, moved), resume=True).step == 2
     with pytest.raises(ConfigError, match=rf"model\.path = {other}"):
         Start.of(with_model(settings, other), resume=True)
+
+
+def test_a_run_goes_on_with_the_policies_that_its_checkpoint_has(tmp_path: Path) -> None:
+    settings = kept_run(tmp_path, model_at(tmp_path / "model"), step=2)
+    run, both = settings.run_dir, {"a": PolicySettings(), "b": PolicySettings()}
+    frozen = {"a": PolicySettings(), "b": PolicySettings(train=False)}
+    with pytest.raises(ConfigError, match="trains one policy without a name, not a, b: restore"):
+        Start.of(settings.model_copy(update={"policies": both}), resume=True)
+    (run / "config.toml").write_text(dump(settings.model_copy(update={"policies": both})))
+    assert Start.of(settings.model_copy(update={"policies": both}), resume=True).step == 2
+    with pytest.raises(ConfigError, match="trains a, b, not a: restore"):
+        Start.of(settings.model_copy(update={"policies": frozen}), resume=True)
+    with pytest.raises(ConfigError, match="trains a, b, not one policy without a name: restore"):
+        Start.of(settings, resume=True)
 
 
 WEIGHTS = "checkpoints/step_2/model.safetensors"

@@ -197,6 +197,8 @@ def check(settings: Settings) -> None:
             f"{name} has no effect with tidegate serve, which starts gateway and engines; to use running "
             "ones use tidegate train"
         )
+    if settings.policies:
+        raise ConfigError("policies is not supported with tidegate serve: use one policy, or tidegate train")
     if any(model.path is not None for model in settings.trainer.teacher.models.values()):
         raise ConfigError(
             "trainer.teacher.path does not go with tidegate serve, whose trainer starts no engine: start the "

@@ -15,6 +15,7 @@ from tidegate.evaluation import attempts
 from tidegate.launch import check_model
 from tidegate.scaffold.init import TINY_BASE
 from tidegate.service.service import Service
+from tidegate.settings.policies import PolicySettings
 from tidegate.settings.servers import ModelSettings
 from tidegate.trainer.processes.gpus import engine_gpus
 from tidegate.trainer.processes.servers import LocalProcesses
@@ -130,6 +131,24 @@ async def test_an_evaluation_needs_no_gpus_for_ranks(tmp_path: Path, monkeypatch
     given = settings({"ranks": 4}, {"device": "cuda", "count": 2})
     async with attempts.hosted(given, Sampling(), tmp_path, TaskSupervisor(), print):
         assert ["--engine.device=cuda:0" in one.command() for one in started] == [True, False]
+
+
+async def test_an_evaluation_serves_whole_models_of_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The adapters are made by a trainer."""
+
+    async def start(given: Settings, *_: object) -> Any:
+        return SimpleNamespace(gateway=given)
+
+    monkeypatch.setattr(attempts, "start_processes", start)
+    monkeypatch.setattr(attempts.EpisodeSource, "of", lambda agent, gateway: gateway)
+    adapter = {"lora": {"rank": 2, "publish": "adapter"}}
+    given = settings(adapter, {}).model_copy(
+        update={"policies": {"a": PolicySettings(), "b": PolicySettings.model_validate(adapter)}}
+    )
+    async with attempts.hosted(given, Sampling(), tmp_path, TaskSupervisor(), print) as attempt:
+        assert attempt.episodes.engine_sets == {"a": ["a"], "b": ["b"]}  # type: ignore[attr-defined]
 
 
 def weights() -> tuple[Path, int]:

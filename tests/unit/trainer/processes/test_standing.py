@@ -36,6 +36,7 @@ def service(tmp_path: Path, *more: str) -> StandingService:
         (["--trainer.schedule=linear"], 'trainer.schedule = "linear" needs the number of steps'),
         (["--trainer.teacher.path=y"], "start the teacher with tidegate engine"),
         (["--engine.urls=http://e:1"], "engine.urls has no effect with tidegate serve"),
+        (["--policies={a={}}"], "policies is not supported with tidegate serve"),
     ],
 )
 def test_settings_that_contradict_a_standing_service_are_refused(
