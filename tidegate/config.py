@@ -158,7 +158,8 @@ class Settings(SettingsSection):
             text = f"score centering over {loss.listed_ids} ids; {why or 'tokens are of the newest weights'}"
             return text + f"; it may worsen learning{unsuited}" * loss.clips_by_sign
         if why is None or not loss.auto_listed:
-            return "no score centering" + unsuited * (why is not None and loss.clips_by_sign)
+            told = why is not None and loss.clips_by_sign and self.trainer.backend == "own"
+            return "no score centering" + unsuited * told
         return f'no score centering; trainer.loss.score_centering = "auto" is {loss.auto_listed}, as {why}'
 
     @property

@@ -656,6 +656,8 @@ def test_automatic_score_centering_leaves_out_losses_that_clip_by_the_sign(loss:
 
 
 def test_automatic_score_centering_is_refused_where_there_is_none() -> None:
+    at_a_service = load_settings(None, [*MODEL, *TINKER])
+    assert at_a_service.centering == "no score centering", "trainer.loss is not used"
     for words, message in (
         (["--trainer.loss.name=gspo"], "score_centering does not apply to name = 'gspo'"),
         (["--trainer.loss.name=masked_is", "--trainer.loss.level=sequence"], 'needs level = "token"'),
