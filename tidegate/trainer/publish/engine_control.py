@@ -185,8 +185,9 @@ class EngineControl:
         name = adapter_name(version)
         try:
             await asyncio.to_thread(read_header, weights)
-            if name not in await self._adapters():
-                await self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, size)
+            if name in await self._adapters():  # maybe of another run
+                await self.call("/unload_lora_adapter", {"lora_name": name})
+            await self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, size)
         except WeightsError as error:
             raise EngineError(f"engine {self.url}: {error}") from error
         except EngineError as error:
