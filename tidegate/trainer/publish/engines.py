@@ -91,7 +91,7 @@ class EngineMembership:
 
     def serves(self, address: str) -> str:
         """Return the name of the policy or the policies that the engine at an address serves."""
-        return self._sets.get(self._url_of(address) or "", "")
+        return self._sets.get(self._url_of(address) or address, "")
 
     def control(self, url: str) -> tuple[str, ...]:
         """Return the control addresses of a member; none if it has left."""
@@ -189,6 +189,7 @@ class EngineMembership:
             current = str(self._active_publisher.current[1])
             for url, row in rows.items():
                 if url not in self._members:
+                    self._sets |= dict.fromkeys((url, *row["control"]), row.get("policy", ""))
                     self._start(group, url, self._join(url, tuple(row["control"])))
                 elif url in self.reserved:
                     continue

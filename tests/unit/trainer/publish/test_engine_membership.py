@@ -197,6 +197,21 @@ async def test_a_joining_engine_gets_the_live_version_and_each_later_one() -> No
         assert world.notes[-1] == "engine new joined, at version 1"
 
 
+async def test_a_joining_engine_gets_the_weights_of_its_policy() -> None:
+    async with running() as world:
+        served: list[str] = []
+
+        async def deliver(url: str, weights: Path) -> Path:
+            served.append(world.engines.serves(url))
+            return weights
+
+        world.publisher.deliver = deliver
+        world.machines["new"] = Machine("default")
+        await world.add_engine("new", policy="verifier")
+        await world.until(lambda: world.serves("new"))
+        assert (served, world.engines.serves("new")) == (["verifier"], "verifier")
+
+
 async def test_a_version_that_became_live_meanwhile_is_loaded_before_it_serves() -> None:
     async with running() as world:
         loads_on = asyncio.Event()
