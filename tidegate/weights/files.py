@@ -39,8 +39,14 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds a LoRA adapter, or a directory with one for each of several names."""
-    return (directory / ADAPTER_CONFIG).is_file() or any(directory.glob(f"*/{ADAPTER_CONFIG}"))
+    """Whether a directory holds a LoRA adapter, or a directory with one for each of several names.
+
+    A whole model may have adapters in its subdirectories, too.
+    """
+    whole = (directory / "config.json").is_file()
+    return (directory / ADAPTER_CONFIG).is_file() or (
+        not whole and any(directory.glob(f"*/{ADAPTER_CONFIG}"))
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from tidegate.trainer.policy.policies import Policies, load_policies
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish.layout import engine_weights, is_fixed, published
 from tidegate.weights.adapter_files import FILE
-from tidegate.weights.files import is_adapter
+from tidegate.weights.files import is_adapter, weight_files
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +160,12 @@ def test_a_policy_that_is_frozen_at_a_resume_has_its_own_models_weights(base: Pa
     settings = settings_of(base, {"a": {}, "b": {"train": False}})
     assert engine_weights(settings, tmp_path / "step_1", "b") == base
     assert [name for name in settings.engine_sets if is_fixed(settings, name)] == ["b"]
+
+
+def test_a_model_with_adapters_in_subdirectories_is_a_whole_model(tmp_path: Path) -> None:
+    (tmp_path / "speech").mkdir()
+    (tmp_path / "speech" / "adapter_config.json").write_text("{}")
+    assert is_adapter(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
