@@ -26,6 +26,7 @@ from tidegate.gateway.engines.protocol import GenerateRequest, SlowEnginesError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions, PolicyModel
+from tidegate.gateway.project_keys import create_key
 from tidegate.types import Outcome, Task
 
 TASK = Task("t", "e", [{"role": "user", "content": "1+2?"}])
@@ -229,6 +230,23 @@ async def test_calls_of_a_policy_wait_for_its_engines_while_the_other_serves(tmp
         summary = await stage.client.finish(access.session_id, outcome="timeout")
         assert (summary.outcome, summary.turns) == (Outcome.INFRA_ERROR, 1), "an outage, not a slow engine"
         assert [len(engine.requests) for engine in stage.engines.values()] == [1, 0]
+
+
+async def test_a_clients_calls_extend_its_conversation_under_any_policy(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    key = create_key(keys, "me")
+    async with room(tmp_path, keys=keys) as stage:
+        llm = AsyncOpenAI(base_url=f"{stage.client.url}/v1", api_key=key)
+        llm = await stage.stack.enter_async_context(llm)
+        said = await chat(llm, "solver", ASK)
+        shown = [*ASK, said, {"role": "user", "content": "Is it right?"}]
+        judged = await chat(llm, "verifier", shown)
+        await chat(llm, "verifier", [*shown, judged, {"role": "user", "content": "Sure?"}])
+        await chat(llm, "solver", [*ASK, said, {"role": "user", "content": "Again."}])
+        [session] = stage.gateway.sessions.all()
+        assert [(node.turn.policy, node.turn.parent) for node in session.tree.nodes] == [
+            ("solver", None), ("verifier", None), ("verifier", 1), ("solver", 0),
+        ]  # fmt: skip
 
 
 async def test_a_call_without_an_engine_of_its_policy_is_not_slow(tmp_path: Path) -> None:

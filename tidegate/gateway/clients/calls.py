@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,18 @@ class ClientCall:
     retry: bool
     """Whether it may repeat an earlier call."""
     replies: list[bytes] = field(default_factory=list)
-    """Hashes of its history up to each reply in it, the longest first."""
+    """Hashes of its history up to each reply in it, the longest first; with several policies for each."""
 
 
 def read_call(
-    dialect: Dialect, body: RawBody, headers: Mapping[bytes, bytes], probe: GatewaySession
+    dialect: Dialect,
+    body: RawBody,
+    headers: Mapping[bytes, bytes],
+    probe: GatewaySession,
+    policies: Collection[str] = ("",),
 ) -> ClientCall:
-    """Read a call; `probe` is a session without turns. Raises ApiError. A large body needs a thread."""
+    """Read a call to one of these policies; `probe` is a session without turns. Raises ApiError. A large
+    body needs a thread."""
     payload = parse(body) if len(body) <= LARGE else parse_large(body, MAX_VALUES).unfold()
     name, previous = _name(payload, headers), payload.get("previous_response_id")
     digest = digest_of(b"%s/0/" % dialect.__name__.encode(), body)
@@ -47,7 +52,12 @@ def read_call(
         return ClientCall(name, previous.removeprefix("resp_")[:_ID_LENGTH], digest, retry)
     if name is not None:
         return ClientCall(name, None, digest, retry)
-    return ClientCall(None, None, digest, retry, _replies(dialect.read(payload, probe).turn_requests[0]))
+    request, model = dialect.read(payload, probe).turn_requests[0], payload.get("model")
+    # The conversation may have the history of the named policy, or that of another one, which it quotes.
+    own_first = sorted(policies, key=lambda name: name != model)
+    return ClientCall(
+        None, None, digest, retry, [one for name in own_first for one in _replies(request, name)]
+    )
 
 
 def _name(payload: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str | None:
@@ -66,9 +76,10 @@ def _name(payload: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str | N
     return name
 
 
-def _replies(request: TurnRequest) -> list[bytes]:
+def _replies(request: TurnRequest, policy: str) -> list[bytes]:
     if request.prompt is not None:
         return []
-    history = RequestHistories().add_request(request.messages, request.tools, request.template_options)
+    histories = RequestHistories()
+    history = histories.add_request(request.messages, request.tools, request.template_options, policy)
     pairs = zip(history.hashes, history.messages, strict=True)
     return [hashed for hashed, message in pairs if message["role"] == "assistant"][::-1]

@@ -93,10 +93,12 @@ class Conversations:
         Raises:
             ApiError: The call cannot be read or names an unknown predecessor, or there is no room.
         """
+        policies = self._gateway.policies.by_name
         if len(body) > LARGE:
-            call = await self._gateway.threads.run(True, read_call, dialect, body, headers, self._probe)
+            run = self._gateway.threads.run
+            call = await run(True, read_call, dialect, body, headers, self._probe, policies)
         else:
-            call = read_call(dialect, body, headers, self._probe)
+            call = read_call(dialect, body, headers, self._probe, policies)
         self._update()
         found = self._find(client, call)
         if found is None:
