@@ -76,6 +76,7 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ({"a": {}}, {"trainer": {"baseline": "key"}}, 'use "group" or "batch"'),
         ({"a": {}}, {"engine": {"device": "cuda"}}, "policies.NAME.engine.device"),
         ({"a": {"lora": {"alpha": 1}}}, {}, "no effect without LoRA"),
+        ({"a": {"engine": {"urls": ["http://e:1"]}}}, {}, "policies.a.engine.urls is not supported"),
     ],
 )
 def test_contradictions_are_refused(policies: dict[str, Any], sections: dict[str, Any], message: str) -> None:

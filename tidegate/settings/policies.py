@@ -69,6 +69,10 @@ def check_policies(
                 f"policies.{name}.loss.score_centering must be that of trainer.loss: engines record the "
                 "likeliest ids of all policies or of none"
             )
+        if policy.engine is not None and policy.engine.urls:
+            raise ValueError(
+                f"policies.{name}.engine.urls is not supported: a run starts its policies' engines"
+            )
         if (policy.engine or engine).kind == "tinker":
             raise ValueError('engine.kind = "tinker" is not supported with policies: use another kind')
         lora, kind = policy.lora or trainer.lora, (policy.engine or engine).kind
