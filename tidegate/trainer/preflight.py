@@ -187,15 +187,17 @@ def check_model(run_dir: Path, model: Path, checkpoint: Path | None) -> None:
 
 
 def check_trained_policies(settings: Settings) -> None:
-    """Raises ConfigError if a resumed run trains other policies than before.
+    """Raises ConfigError if a resumed run trains other policies than before, or from other models.
 
     Its checkpoint lacks those that are new, and the groups that continue have turns of those that are gone.
     """
     try:
         text = (settings.run_dir / "config.toml").read_text(encoding="utf-8")
-        saved = tomllib.loads(text).get("policies", {})
+        values = tomllib.loads(text)
+        saved = values.get("policies", {})
         trained = [name for name, own in saved.items() if own.get("train", True) and "earlier" not in own]
-    except (OSError, ValueError, TypeError, AttributeError):
+        paths = {name: Path(saved[name].get("path", values["model"]["path"])) for name in trained}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError):
         return
     before, now = sorted(trained) or [""], sorted(settings.trained_policies)
     if before != now:
@@ -204,6 +206,13 @@ def check_trained_policies(settings: Settings) -> None:
             f"the run in {settings.run_dir} trains {', '.join(before) or one}, not {', '.join(now) or one}: "
             "restore the policies, or start a new run with these (run.name)"
         )
+    for name, path in paths.items():
+        model = settings.of_policy(name).model.path
+        if path.exists() and path.resolve() != model.resolve():
+            raise ConfigError(
+                f"policies.{name}.path = {model}, but the run in {settings.run_dir} began with {path}: "
+                "restore it, or start a new run with the other model (run.name)"
+            )
 
 
 def saved_model_path(run_dir: Path) -> Path | None:

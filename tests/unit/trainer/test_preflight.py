@@ -166,6 +166,9 @@ def test_a_run_goes_on_with_the_policies_that_its_checkpoint_has(tmp_path: Path)
     assert Start.of(settings.model_copy(update={"policies": both}), resume=True).step == 2
     with pytest.raises(ConfigError, match="trains a, b, not a: restore"):
         Start.of(settings.model_copy(update={"policies": frozen}), resume=True)
+    other = {**both, "b": PolicySettings(path=model_at(tmp_path / "other"))}
+    with pytest.raises(ConfigError, match=r"policies\.b\.path = .*other, but the run .* began with .*model"):
+        Start.of(settings.model_copy(update={"policies": other}), resume=True)
     with pytest.raises(ConfigError, match="trains a, b, not one policy without a name: restore"):
         Start.of(settings, resume=True)
 
