@@ -75,6 +75,11 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ({"a": {}}, {"trainer": {"ranks": 2}}, "trainer.ranks = 2 is not supported with policies"),
         ({"a": {}}, {"trainer": {"baseline": "key"}}, 'use "group" or "batch"'),
         ({"a": {}}, {"engine": {"device": "cuda"}}, "policies.NAME.engine.device"),
+        (
+            {"a": {"engine": {"kind": "sglang", "python": "x", "pause": "in_place"}}},
+            {},
+            r"policies\.a\.engine\.pause must be",
+        ),
         ({"a": {"lora": {"alpha": 1}}}, {}, "no effect without LoRA"),
         ({"a": {"engine": {"urls": ["http://e:1"]}}}, {}, "policies.a.engine.urls is not supported"),
     ],

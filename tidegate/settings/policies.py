@@ -81,6 +81,10 @@ def check_policies(
                 f'policies.{name}: with policies, trainer.lora.publish = "adapter" needs engine.kind = '
                 f'"embedded", not "{kind}"; use "merged"'
             )
+        if (policy.engine or engine).pause != engine.pause:
+            raise ValueError(
+                f"policies.{name}.engine.pause must be engine.pause: all engines load a version together"
+            )
         if (policy.engine or engine).device == "cuda":
             raise ValueError(
                 'engine.device = "cuda" chooses no GPU for the engines of several policies: give each policy '
