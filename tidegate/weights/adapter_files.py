@@ -12,8 +12,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from tidegate.weights import checksum
 from tidegate.weights.files import ADAPTER_CONFIG, WeightsError, is_adapter
 
@@ -78,6 +76,9 @@ def read_header(directory: Path) -> AdapterHeader:
     """Read an adapter's config and metadata, and compare the file with its checksum. Raises WeightsError."""
     if damage := checksum.find_damage(directory):
         raise WeightsError(damage)
+    # Not at the top: the gateway, which only splits labels, runs without safetensors.
+    from safetensors import SafetensorError, safe_open
+
     try:
         config = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         with safe_open(directory / FILE, framework="np") as file:
