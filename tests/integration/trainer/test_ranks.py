@@ -389,4 +389,6 @@ def test_a_rank_loads_its_own_shard_only(tmp_path: Path) -> None:
     assert loaded < 0.8 * size, "its half of the weights, and the largest tensor"
     assert resumed < 1.9 * size, "its half of weights and both moments"
     assert saved < 2.9 * size, "and a copy of its moments"
-    assert lead < 3.9 * size, "and the weights, but not all moments"
+    # 3.5 by count: half of weights and moments, a copy of these moments, the gathered weights. Its heap keeps
+    # about half of the weights that it converted; all moments would be another 1.
+    assert lead < 4.4 * size, "and the weights, but not all moments"
