@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import torch
 from openai import AsyncOpenAI
-from transformers import AutoModelForCausalLM
 
 from tests.fakes import eventually
+from tests.integration.gateway.test_engine import recomputed
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.client import GatewayClient
-from tidegate.types import Sampling, Task, Trajectory
+from tidegate.types import Sampling, Task
 
 TEMPLATES = {"solver": "qwen2", "verifier": "mistral"}
 ASK: list[Any] = [{"role": "user", "content": "1+2?"}]
@@ -42,18 +41,6 @@ async def started(announce: Path, *words: str) -> AsyncIterator[tuple[str, async
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def recomputed(model: Path, trajectory: Trajectory, index: int) -> np.ndarray:
-    """A plain model's logprobs of a turn's output; shape [output]."""
-    turn = trajectory.turns[index]
-    prompt = trajectory.prompt_ids(turn)
-    ids = torch.from_numpy(np.concatenate((prompt, turn.output_ids)).astype(np.int64))[None]
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model).float()(ids).logits[0]
-    logprobs = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
-    chosen: np.ndarray = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
-    return chosen
 
 
 async def say(llm: AsyncOpenAI, model: str, messages: Sequence[Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ RECIPES = [
 ]
 STEPS = {
     tiny_base: (60, 4),
-    duo_base: (60, 2),
+    duo_base: (0.08, 2),
     search_base: (0.1, 3),
     service_base: (0.1, 3),
     shell_base: (0.1, 2),

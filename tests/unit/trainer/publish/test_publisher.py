@@ -441,13 +441,19 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
     assert len(engine.requests) == 1
 
 
+async def closed_address() -> str:
+    """A URL at which nothing listens any more."""
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+    return url
+
+
 async def test_engines_that_are_all_out_of_service_and_away_are_named(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    away = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
-    await server.wait_closed()
+    away = await closed_address()
     stage.urls[:] = [away]
     stage.publisher.mark_unavailable([away])
     with pytest.raises(PublishError, match=f"to any engine: engine {away}"):
@@ -469,10 +475,7 @@ async def test_the_only_engine_is_waited_for_also_if_it_is_out_of_service(
 async def test_a_policys_only_engine_is_waited_for_also_beside_those_of_others(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    away = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    server.close()
-    await server.wait_closed()
+    away = await closed_address()
     stage.urls[:] = [engines[0].url, away]
     stage.publisher.serves = {engines[0].url: "solver", away: "verifier"}.__getitem__
     stage.publisher.mark_unavailable([away])
