@@ -12,6 +12,7 @@ from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.rewards import Reward
 from tidegate.errors import ConfigError
 from tidegate.trainer.preflight import check_rewarded_policies
+from tidegate.trainer.processes.servers import engine_names
 
 TEXT = """
 [model]
@@ -106,3 +107,11 @@ def test_a_reward_of_a_policy_that_the_run_does_not_have_is_refused_at_the_start
     with pytest.raises(ConfigError, match="one without a name"):
         check_rewarded_policies(settings_of({}), Judged())
     check_rewarded_policies(settings_of({"critic": {}}), Judged())
+
+
+def test_engines_of_different_policies_have_different_names() -> None:
+    settings = settings_of({"a": {"engine": {"count": 2}}, "a-1": {}})
+    names = [
+        name for policy in settings.policies for name in engine_names(settings.of_policy(policy), policy)
+    ]
+    assert len(names) == len(set(names)) == 3

@@ -46,8 +46,11 @@ MAX_RESTARTS = 5
 
 def engine_names(settings: Settings, policy: str = "") -> list[str]:
     """Return the names of the run's own engines, of several policies those of `policy`."""
-    name = f"engine-{policy}" if policy else "engine"
-    return [] if settings.engine.urls else _numbered(name, settings.engine.count)
+    if settings.engine.urls:
+        return []
+    if policy:  # with a dot, which no policy's name has: `a-1` may be another policy
+        return _numbered(f"engine-{policy}", settings.engine.count, ".")
+    return _numbered("engine", settings.engine.count)
 
 
 def agent_names(settings: Settings) -> list[str]:
@@ -57,8 +60,8 @@ def agent_names(settings: Settings) -> list[str]:
     return _numbered("agent", settings.agent.workers)
 
 
-def _numbered(name: str, count: int) -> list[str]:
-    return [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
+def _numbered(name: str, count: int, mark: str = "-") -> list[str]:
+    return [name] if count == 1 else [f"{name}{mark}{number}" for number in range(1, count + 1)]
 
 
 class SGLangServer(ExternalService):
