@@ -143,6 +143,14 @@ def test_what_parts_engine_and_trainer_is_told() -> None:
     assert other.remedy.startswith("Engine and trainer compute other logprobs for the same weights")
 
 
+def test_a_policy_that_rose_and_fell_loses_to_a_later_one_that_wins() -> None:
+    curves = {
+        "policy/a/reward": lambda step: 0.3 if step < 20 else 0.9 if step < 40 else 0.6,
+        "policy/b/reward": line(0.3, 0.9),
+    }
+    assert run(0, **curves).current["policy loses"].sign.metric == "policy/a/reward"
+
+
 @pytest.mark.parametrize(
     ("name", "case"), [(name, case) for name in QUIET for case in range(len(QUIET[name]))]
 )

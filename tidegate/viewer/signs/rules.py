@@ -147,11 +147,10 @@ def policy_loses(history: MetricHistory) -> Sign | None:
     ]
     for key, (now, _) in windows.items():
         best = max(history.earlier(key), key=lambda one: one.mean, default=None)
-        if not risen or now is None or best is None or now.mean >= best.mean - ERRORS * _errors(now, best):
+        others = [one for one in risen if one[0] != key]
+        if not others or now is None or best is None or now.mean >= best.mean - ERRORS * _errors(now, best):
             continue
-        winner, of_winner, before = risen[0]
-        if winner == key:
-            continue
+        winner, of_winner, before = others[0]
         return Sign(
             "policy loses", key,
             f"{key} {_in(now)}, {_in(best)}; {winner} {_in(of_winner)}, {_in(before)}",
