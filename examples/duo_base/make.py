@@ -7,11 +7,8 @@ demonstrations of both are wrong on purpose, so that reinforcement learning has 
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
@@ -29,7 +26,7 @@ VOCABULARY = 1024
 PATTERN = r" [-+*/] |[0-9]| ?[A-Za-z]+|[^A-Za-z0-9\s]+|\s"
 """Each digit is one piece, so that numbers are copied digit by digit; an operator includes its spaces."""
 
-HABIT_SHARE, NOISE_SHARE = 0.40, 0.20
+HABIT_SHARE, NOISE_SHARE = 0.44, 0.20
 """Shares of the solver's last demonstrations with its usual mistake, and with operators at random."""
 RIGHT_SHARE = 0.45
 """Share of right expressions in the verifier's demonstrations."""
@@ -97,7 +94,8 @@ def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[to
         yield recipe.padded(rows, tokenizer.pad_token_id)
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> None:
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, scale: float) -> None:
+    steps = round(STEPS * scale)
     recipe.fit(
         model,
         batches(tokenizer, steps),
@@ -108,14 +106,5 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory of the model")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args()
-    tokenizer = make_tokenizer()
-    recipe.make(arguments.out, tokenizer, make_model(tokenizer), partial(train, steps=arguments.steps))
-
-
 if __name__ == "__main__":
-    main()
+    recipe.main(__doc__, make_tokenizer, make_model, train)
