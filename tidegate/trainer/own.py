@@ -40,9 +40,9 @@ KEPT = 2
 
 
 def rewards_differ(group: Group) -> bool:
-    """Whether a group has rewards to compare, and tokens to train on."""
-    tokens = any(is_trained(turn) for one in group.trajectories for turn in one.turns)
-    return tokens and len(set(group.rewards())) > 1
+    """Whether a group has rewards to compare for a policy, and tokens of this policy to train on."""
+    trained = {turn.policy for one in group.trajectories for turn in one.turns if is_trained(turn)}
+    return any(len({one.reward_of(policy) for one in group.trajectories}) > 1 for policy in trained)
 
 
 class OwnTrainer:

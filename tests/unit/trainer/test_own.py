@@ -270,3 +270,14 @@ def test_rewards_differ() -> None:
     for member in untrained.trajectories:
         member.turns = []
     assert not own.rewards_differ(untrained)
+
+
+def test_rewards_of_a_policy_differ_where_their_means_do_not() -> None:
+    won_and_lost = group("g", 1, (0.0, 0.0))
+    for member, reward in zip(won_and_lost.trajectories, (1.0, -1.0), strict=True):
+        member.policy_rewards = {"seller": reward, "buyer": -reward}
+    assert not own.rewards_differ(won_and_lost), "no turn is of a policy that has a reward of its own"
+    for member in won_and_lost.trajectories:
+        for turn in member.turns:
+            turn.policy = "seller"
+    assert own.rewards_differ(won_and_lost)
