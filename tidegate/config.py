@@ -18,7 +18,7 @@ from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.reading import load
-from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, dump
+from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, to_toml
 from tidegate.settings.servers import (
     VLLM_RANKS,
     EngineSettings,
@@ -144,10 +144,21 @@ class Settings(SettingsSection):
         """The setting by which tokens may be sampled from other weights than the trainer's; None if none."""
         if self.trainer.max_staleness != 0:
             return f"trainer.max_staleness = {self.trainer.max_staleness}"
-        if self.engine.quantize is not None:
-            return f'engine.quantize = "{self.engine.quantize}"'
-        quantized = any(word.startswith("--quantization") for word in self.engine.arguments)
-        return "engine.arguments has --quantization" if quantized else None
+        for name, engine in self._engines_in_training().items():
+            if engine.quantize is not None:
+                return f'{name}.quantize = "{engine.quantize}"'
+            if any(word.startswith("--quantization") for word in engine.arguments):
+                return f"{name}.arguments has --quantization"
+        return None
+
+    def _engines_in_training(self) -> dict[str, EngineSettings]:
+        """Returns the sections of the engines from whose tokens a policy learns, by dotted name."""
+        sections = {
+            f"policies.{name}.engine" if policy.engine else "engine": policy.engine or self.engine
+            for name, policy in self.policies.items()
+            if policy.trained
+        }
+        return sections or {"engine": self.engine}
 
     @property
     def centering(self) -> str:
@@ -472,7 +483,9 @@ class Settings(SettingsSection):
 def saved(settings: Settings) -> str:
     """Returns the content of a run's `config.toml`, with the version and the directory of the start."""
     where = json.dumps(str(Path.cwd()), ensure_ascii=False)
-    return f"# Tidegate {__version__}, {_STARTED}{where}\n{dump(settings)}"
+    unused = None if settings.policies else {"policies"}
+    values = settings.model_dump(mode="json", exclude=unused)
+    return f"# Tidegate {__version__}, {_STARTED}{where}\n{to_toml(values)}"
 
 
 _STARTED = "started in "

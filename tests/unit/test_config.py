@@ -598,6 +598,7 @@ def test_another_source_on_the_command_line_leaves_out_the_settings_of_the_file(
 
 AUTO = "--trainer.loss.score_centering=auto"
 CENTERABLE = "--trainer.loss.name=truncated_is"
+POLICIES = ["--policies.a.learning_rate=1e-4"]
 TINKER = [
     "--trainer.backend=tinker", "--engine.kind=tinker", "--trainer.tinker.base_model=m",
     "--trainer.lora.rank=4", "--trainer.learning_rate=1e-4",
@@ -626,6 +627,26 @@ TINKER = [
             ],
             32,
             "score centering over 32 ids; engine.arguments has --quantization",
+        ),
+        (
+            ["--trainer.max_staleness=0", *POLICIES, "--policies.b.engine.quantize=int4"],
+            32,
+            'score centering over 32 ids; policies.b.engine.quantize = "int4"',
+        ),
+        (
+            ["--trainer.max_staleness=0", "--policies.a.engine.count=1", "--engine.quantize=int4"],
+            0,
+            "no score centering",
+        ),
+        (
+            [
+                "--trainer.max_staleness=0",
+                *POLICIES,
+                "--policies.b.engine.quantize=int4",
+                "--policies.b.train=false",
+            ],
+            0,
+            "no score centering",
         ),
     ],
 )

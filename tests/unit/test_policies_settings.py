@@ -46,6 +46,10 @@ def test_a_policy_has_the_runs_settings_but_for_its_own(tmp_path: Path) -> None:
     assert load_settings(file) == settings
 
 
+def test_a_run_with_one_policy_writes_no_section_of_policies() -> None:
+    assert "policies" not in saved(settings_of({}))
+
+
 def settings_of(policies: dict[str, Any], **sections: Any) -> Settings:
     return Settings.model_validate({"model": {"path": "base"}, "policies": policies, **sections})
 
@@ -65,6 +69,7 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ({"a": {"train": False}}, {}, "none is trained"),
         ({"a": {}, "b": {"earlier": "c"}}, {}, "no trained policy; these are: a"),
         ({"a": {}, "b": {"earlier": "a"}, "c": {"earlier": "b"}}, {}, "earlier = 'b' is no trained policy"),
+        ({"a": {"earlier": "b"}, "b": {"earlier": "a"}, "c": {}}, {}, "no trained policy; these are: c"),
         ({"a": {}, "b": {"earlier": "a", "path": "x"}}, {}, "path has no effect with earlier"),
         ({"a": {}, "b": {"behind": 2}}, {}, "behind has no effect without earlier"),
         (
@@ -74,6 +79,7 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ),
         ({"a": {}, "b": {"train": False, "learning_rate": 1}}, {}, "learning_rate has no effect"),
         ({"a": {}}, {"trainer": {"ranks": 2}}, "trainer.ranks = 2 is not supported with policies"),
+        ({"a": {}}, {"gateway": {"shards": 2}}, "gateway.shards = 2 is not supported with policies"),
         ({"a": {}}, {"trainer": {"baseline": "key"}}, 'use "group" or "batch"'),
         ({"a": {}}, {"engine": {"device": "cuda"}}, "policies.NAME.engine.device"),
         (
