@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -479,12 +479,12 @@ class Training:
         keep = self.settings.trainer.keep_checkpoints
         await asyncio.to_thread(checkpoints.prune, self.dir, keep, protected)
 
-    def _on_poll(self, serving: bool, tokens_per_s: float) -> None:
+    def _on_poll(self, unserved: Collection[str], tokens_per_s: float) -> None:
         self.admission.pace.measured(tokens_per_s)
-        self._set_serving(serving)
+        self._set_serving(not unserved, policies=unserved)
 
-    def _set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
-        self.pause.set_serving(serving, missing)
+    def _set_serving(self, serving: bool, missing: str = NO_ENGINE, policies: Collection[str] = ()) -> None:
+        self.pause.set_serving(serving, missing, policies)
         self.rollout.wake()
 
     def _last_progress(self) -> float:

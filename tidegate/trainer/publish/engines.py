@@ -30,8 +30,9 @@ class EngineMembership:
     def __init__(self, gateway: GatewayClient, note: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._note = note
-        self.on_poll: Callable[[bool, float], None] = lambda serving, rate: None
-        """Called with every poll, with whether an engine of each policy serves, and tokens per second."""
+        self.on_poll: Callable[[Collection[str], float], None] = lambda unserved, rate: None
+        """Called with every poll, with the policies that no engine serves, and tokens per second. The name ""
+        stands for all policies: no engine serves."""
         self._members: dict[str, tuple[str, ...]] = {}
         """Control addresses by URL."""
         self._sets: dict[str, str] = {}
@@ -176,8 +177,8 @@ class EngineMembership:
             rows = {row["url"]: row for row in await self._gateway.list_engines()}
             serving = [row for row in rows.values() if row["healthy"] and row["admitted"]]
             served = {row.get("policy", "") for row in serving}
-            all_served = bool(serving) and served.issuperset(self._sets.values())
-            self.on_poll(all_served, sum(row.get("tokens_per_s", 0.0) for row in serving))
+            unserved = {*self._sets.values()} - served if serving else {""}
+            self.on_poll(unserved, sum(row.get("tokens_per_s", 0.0) for row in serving))
             for url in self._members.keys() - rows.keys():
                 del self._members[url]
                 self.reserved.discard(url)

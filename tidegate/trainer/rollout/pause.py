@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from tidegate.errors import OutageError
@@ -32,7 +32,8 @@ class Pause:
     clock: Callable[[], float] = time.monotonic
     count: int = 0
     """Number of outages so far."""
-    _missing: set[str] = field(default_factory=set)
+    _missing: dict[str, str] = field(default_factory=dict)
+    """Causes, by NO_ENGINE or NO_WORKER."""
     _past_s: float = 0.0
     _since: float | None = None
     _probes: int = 0
@@ -54,13 +55,17 @@ class Pause:
         """Total duration of all outages, including the current one."""
         return self._past_s + (0.0 if self._since is None else self.clock() - self._since)
 
-    def set_serving(self, serving: bool, missing: str = NO_ENGINE) -> None:
-        """Report whether any engine serves; or with `missing` = NO_WORKER, whether any worker does."""
+    def set_serving(self, serving: bool, missing: str = NO_ENGINE, policies: Collection[str] = ()) -> None:
+        """Report whether engines serve; or with `missing` = NO_WORKER, whether any worker does.
+
+        `policies` are those that no engine serves, if engines of others may.
+        """
+        of = f" policy {', '.join(sorted(policies))}" if any(policies) else ""
         if serving:
-            self._missing.discard(missing)
+            self._missing.pop(missing, None)
         else:
-            self._missing.add(missing)
-        self.admission.outage.set_down(min(self._missing, default=None))
+            self._missing[missing] = missing + of
+        self.admission.outage.set_down(min(self._missing.values(), default=None))
         self.update()
 
     def update(self, probe_failed: bool = False) -> None:

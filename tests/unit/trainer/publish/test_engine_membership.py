@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -417,10 +417,12 @@ async def test_a_run_waits_for_engines_of_every_policy() -> None:
         world.machines["others"] = Machine("0")
         await world.remove_engine("own")
         await world.engines.open(["own", "others"], ["solver", "verifier"])
-        told: list[bool] = []
-        world.engines.on_poll = lambda serving, rate: told.append(serving)
-        await world.until(lambda: told[-1:] == [True])
+        told: list[Collection[str]] = []
+        world.engines.on_poll = lambda unserved, rate: told.append(unserved)
+        await world.until(lambda: told[-1:] == [set()])
         world.machines["others"].alive = False
-        await world.until(lambda: told[-1] is False)
-        world.machines["others"].alive = True
-        await world.until(lambda: told[-1] is True)
+        await world.until(lambda: told[-1] == {"verifier"})
+        world.machines["own"].alive = False
+        await world.until(lambda: told[-1] == {""})
+        world.machines["own"].alive = world.machines["others"].alive = True
+        await world.until(lambda: told[-1] == set())

@@ -28,6 +28,8 @@ def test_a_run_without_workers_or_engines_waits_for_both() -> None:
     pause.set_serving(True, NO_WORKER)
     assert admission.outage.down == "no engine serves"
     assert not admission.outage.may_attempt()
+    pause.set_serving(False, policies={"verifier"})
+    assert admission.outage.down == "no engine serves policy verifier"
     pause.set_serving(True)
     assert admission.outage.may_attempt()
     assert len(notes) == 2
