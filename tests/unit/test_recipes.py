@@ -278,9 +278,7 @@ PASS = [
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("recipes") / "copy"
-    left_out = shutil.ignore_patterns(
-        ".*_cache", ".venv*", ".git", "__pycache__", "runs", "build", "dist"
-    )
+    left_out = shutil.ignore_patterns(".*_cache", ".venv*", ".git", "__pycache__", "runs", "build", "dist")
     shutil.copytree(REPO, place, ignore=left_out, symlinks=True)
     for name, text in FILES.items():
         (place / name).write_text(text)
