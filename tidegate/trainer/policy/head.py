@@ -3,7 +3,7 @@
 Logits of thousands of tokens and a large vocabulary take gigabytes. They are computed in pieces and twice, in
 the forward and in the backward pass; one number a token, the logarithm of the normaliser, is kept between.
 The gradient by the logits is written directly, (one-hot − softmax) · upstream, with few passes over them.
-`liger-kernel` and `cut-cross-entropy` do the same for a mean loss, without entropies and other ids.
+docs/scaling.md, *Kernels for logprobs*, has the kernels of libraries and their limits.
 """
 
 from __future__ import annotations
