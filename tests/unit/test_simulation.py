@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -12,13 +13,16 @@ import pytest
 from tidegate.cli import main
 from tidegate.config import load_settings
 from tidegate.errors import ConfigError, TidegateError
+from tidegate.simulation import ceilings
 from tidegate.simulation.calibrate import Sample, engine_of, scenario_of
 from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.scenario import (
     AgentModel,
     EngineModel,
+    PolicyEngines,
     RuleModel,
     Scenario,
+    SimulatedTurn,
     Spread,
     TrainerModel,
     WeightsModel,
@@ -151,19 +155,29 @@ def test_a_sweep_tries_every_split_with_every_bound() -> None:
     assert text.count("best") == 1
 
 
-def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
-    """Episodes made with known speeds by the engine model itself, written as a run writes them."""
-    model = EngineModel(iteration_s=0.004, request_s=0.0005, prompt_token_s=1e-5, slots=64)
-    rng, clock = random.Random(1), Clock()
-    engine, lines, issued = SimulatedEngine(clock, model), [], []
+@pytest.mark.parametrize("policies", [{"": 0.004}, {"solver": 0.004, "rival": 0.008}])
+def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path, policies: dict[str, float]) -> None:
+    """Episodes made with known speeds by the engine model itself, written as a run writes them.
 
-    def episode() -> None:
+    Each episode is of one policy; the rival is frozen, and its engine is slower.
+    """
+    rng, clock = random.Random(1), Clock()
+    lines: list[dict[str, Any]] = []
+    issued = []
+    models = {
+        name: EngineModel(iteration_s=speed, request_s=0.0005, prompt_token_s=1e-5, slots=64)
+        for name, speed in policies.items()
+    }
+    engines = [(name, SimulatedEngine(clock, model)) for name, model in models.items()]
+
+    def episode(policy: str, engine: SimulatedEngine) -> None:
         prompt, tokens, started = rng.randint(1, 60), rng.randint(5, 60), clock.now
 
         def done() -> None:
             turn = {
                 "started": 1000 + started, "seconds": clock.now - started + 0.01,
                 "delta_ids": [0] * prompt, "output_ids": [0] * tokens,
+                **({"policy": policy} if policy else {}),
             }  # fmt: skip
             issued.append(1000 + started - 0.05)
             attempt = {"attempt": f"a{len(lines)}"}
@@ -171,15 +185,16 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
 
         engine.add(SimulatedRequest(prompt, tokens, done, lambda: None))
 
-    for _ in range(800):
-        clock.after(rng.triangular(0, 40, 5), episode)
+    for number in range(800 * len(engines)):
+        clock.after(rng.triangular(0, 40, 5), functools.partial(episode, *engines[number % len(engines)]))
     while clock.step():
         pass
     (tmp_path / "trajectories").mkdir()
     (tmp_path / "trajectories" / "step_000001.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "config.toml").write_text(
-        '[model]\npath = "m"\n[trainer]\nmax_staleness = 3\npublish_full_every = 4\n[gateway]\nshards = 2\n'
-    )
+    text = '[model]\npath = "m"\n[trainer]\nmax_staleness = 3\npublish_full_every = 4\n'
+    of_policies = "[policies.solver]\n[policies.rival]\ntrain = false\n"
+    text += "[gateway]\nshards = 2\n" if "" in policies else of_policies
+    (tmp_path / "config.toml").write_text(text)
     for name, size in (("v000000", 10), ("v000008", 30), ("delta-v000009", 5)):
         (tmp_path / "weights" / name).mkdir(parents=True)
         (tmp_path / "weights" / name / "model.safetensors").write_bytes(bytes(size))
@@ -205,17 +220,59 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path) -> None:
 
     found = scenario_of(tmp_path)
 
-    assert found.engine.iteration_s == pytest.approx(0.004, rel=0.25)
-    assert found.engine.request_s == pytest.approx(0.0005, rel=0.25)
+    assert {*found.engines} == {*policies}
+    for name, speed in policies.items():
+        assert found.engines[name].iteration_s == pytest.approx(speed, rel=0.25)
+        assert found.engines[name].request_s == pytest.approx(0.0005, rel=0.25)
     assert found.trainer.step_s == pytest.approx(0.5, rel=0.01)
     assert found.trainer.token_s == pytest.approx(0.002, rel=0.01)
     assert found.trainer.publish_s == 0.25
     assert found.rules.max_staleness == 3
-    assert found.gateway.shards == 2
-    assert found.weights == WeightsModel(gigabytes=3e-8, full_every=4)
+    assert found.gateway.shards == (2 if "" in policies else 1)
+    assert found.weights == WeightsModel(gigabytes=3e-8, full_every=4 if "" in policies else 1)
     assert found.agent.alike == pytest.approx(1 / 3)
-    assert len(found.agent.episodes) == 800
-    assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * 800, abs=1e-3)
+    assert len(found.agent.episodes) == len(lines) == 800 * len(policies)
+    assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * len(lines), abs=1e-3)
+    trained = {turn.policy: turn.trained for (turn,) in found.agent.episodes}
+    assert trained == {name: name != "rival" for name in policies}
+    assert SimulatedRun(found.with_(agent={"alike": 0.0}).model_copy(update={"steps": 5})).run().steps == 4
+
+
+def test_a_step_waits_for_the_engines_of_every_policy() -> None:
+    """10 tokens of one policy's engine take 10 s, 5 of the other's too, and a step and its publish 3 + 2."""
+    rival = SimulatedTurn(0, 5, 0, policy="rival", trained=False)
+    turns = (SimulatedTurn(0, 10, 0, policy="solver"), rival)
+    scenario = Scenario(
+        steps=10,
+        policies={
+            "solver": PolicyEngines(iteration_s=1),
+            "rival": PolicyEngines(iteration_s=2, count=3, train=False),
+        },
+        agent=AgentModel(episodes=(turns,)),
+        trainer=TrainerModel(step_s=3, token_s=0, publish_s=2),
+        rules=RuleModel(groups_per_batch=1, group_size=1, max_staleness=0),
+    )
+    found = SimulatedRun(scenario).run()
+    assert found.step_s == pytest.approx(10 + 10 + 3 + 2)
+    assert found.trained_tokens_per_s == pytest.approx(10 / 25)
+    assert found.sampled_tokens_per_s == pytest.approx(15 / 25)
+    assert found.lost == {"frozen": pytest.approx(1 / 3)}
+    assert found.goodput == pytest.approx(2 / 3)
+    assert found.engines_busy == pytest.approx(20 / 25 / 4)
+
+
+def test_drawn_turns_are_of_the_policies_by_their_weights() -> None:
+    policies = {"solver": PolicyEngines(turns=3, count=2), "judge": PolicyEngines(train=False)}
+    scenario = LONG_TAIL.model_copy(update={"engine": EngineModel(), "policies": policies})
+    drawn = AgentModel(turns=Spread(median=4000)).draw(random.Random(0), policies)
+    share = sum(turn.policy == "solver" for turn in drawn) / len(drawn)
+    assert share == pytest.approx(0.75, abs=0.03)
+    assert all(turn.trained == (turn.policy == "solver") for turn in drawn)
+    found = SimulatedRun(scenario).run()
+    assert found.lost["frozen"] > 0
+    assert found.staleness_max <= 2
+    assert ceilings.part_of(scenario) == (scenario, 1)
+    assert scenario.engine_count == 3
 
 
 @pytest.mark.parametrize("prompt_token_s", [0.0, 5e-4])
@@ -285,6 +342,9 @@ def test_the_verb_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Captur
         (["--accelerators", "1"], "less than 2"),
         (["--agent.failed", "1.5"], "agent.failed"),
         (["--steps", "1"], "steps = 1"),
+        (["--policies.a.train", "false"], "policies: none is trained"),
+        (["--policies.a.count", "2", "--engine.slots", "8"], "set policies.NAME.slots"),
+        (["--policies.a.count", "2", "--split", "2:1"], "set policies.NAME.count instead"),
         (["--rules.min_group_size", "9"], "more than group_size = 8"),
         (["--plot", "picture.gif"], "must end in one of .png, .svg, .pdf"),
         (["--plot", "/nowhere/picture.png"], "no such directory"),

@@ -57,7 +57,12 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.plot is not None:
         check_plot(arguments.plot)
     scenario = _scenario(arguments, rest)
-    splits = [(scenario.engine.count, scenario.trainer.count)]
+    splits = [(scenario.engine_count, scenario.trainer.count)]
+    if scenario.policies and (arguments.split or arguments.accelerators is not None):
+        raise ConfigError(
+            "--split and --accelerators divide accelerators between one policy's engines and the trainers; "
+            f"this scenario has the policies {', '.join(scenario.policies)}: set policies.NAME.count instead"
+        )
     if arguments.accelerators is not None:
         splits = splits_of(_at_least("--accelerators", arguments.accelerators, 2))
     if arguments.split:

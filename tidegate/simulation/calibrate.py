@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,9 @@ class Sample:
     seconds: float
     prompt: float
     tokens: float
+    policy: str = ""
+    """Policy whose engines sampled it."""
+    trained: bool = True
 
     @property
     def ended(self) -> float:
@@ -47,17 +50,21 @@ class Recording:
     seconds: float
     setup: float
 
-    def turns(self, overhead: float) -> tuple[SimulatedTurn, ...]:
-        """Returns the turns; the time after the last reply includes reward and finishing."""
+    def turns(self, overhead: Mapping[str, float]) -> tuple[SimulatedTurn, ...]:
+        """Returns the turns; the time after the last reply includes reward and finishing.
+
+        `overhead` is the fixed time of a reply, by policy.
+        """
         first, last = self.samples[0], self.samples[-1]
         gaps = [max(0.0, after.started - before.ended) for before, after in pairwise(self.samples)]
         rest = max(0.0, self.seconds - self.setup - (last.ended - first.started))
         return tuple(
             SimulatedTurn(
-                sample.prompt, sample.tokens, overhead + away, self.setup if sample is first else 0.0
+                sample.prompt, sample.tokens, overhead[sample.policy] + away,
+                self.setup if sample is first else 0.0, sample.policy, sample.trained,
             )
             for sample, away in zip(self.samples, [*gaps, rest], strict=True)
-        )
+        )  # fmt: skip
 
 
 def scenario_of(run_dir: Path) -> Scenario:
@@ -66,16 +73,33 @@ def scenario_of(run_dir: Path) -> Scenario:
     rows = [row for row in read_metrics(run_dir) if "time/update" in row]
     ledger = read_ledger_state(run_dir / "ledger.jsonl")
     files = sorted((run_dir / "trajectories").glob("step_*.jsonl"))
-    episodes = [_recording(line, ledger) for file in files for line in read_lines(file)]
+    sources = {
+        name: (first, name in settings.trained_policies)
+        for first, names in settings.engine_sets.items()
+        for name in names
+    }
+    episodes = [_recording(line, ledger, sources) for file in files for line in read_lines(file)]
     episodes = [episode for episode in episodes if episode.samples]
     if len(rows) < 3 or len(episodes) < 16:
         raise TidegateError(
             f"{run_dir}: {len(rows)} steps and {len(episodes)} episodes are too few to calibrate with"
         )
-    engine, overhead = engine_of(settings, [sample for episode in episodes for sample in episode.samples])
+    samples = [sample for episode in episodes for sample in episode.samples]
+    engines, overhead = {}, {}
+    for name in {sample.policy: None for sample in samples}:
+        own = [sample for sample in samples if sample.policy == name]
+        engines[name], overhead[name] = engine_of(settings.of_policy(name), own)
     return Scenario(
         steps=settings.trainer.steps,
-        engine=engine,
+        engine=engines.get("", scenario.EngineModel()),
+        policies={
+            name: scenario.PolicyEngines(
+                **engine.model_dump(),
+                train=any(settings.policies[policy].train for policy in settings.engine_sets[name]),
+            )
+            for name, engine in engines.items()
+            if name
+        },
         agent=scenario.AgentModel(
             episodes=tuple(episode.turns(overhead) for episode in episodes[:MAX_EPISODES]),
             failed=_share(ledger.counts(ledger.attempts), State.FAILED),
@@ -88,7 +112,7 @@ def scenario_of(run_dir: Path) -> Scenario:
         weights=scenario.WeightsModel(
             gigabytes=_published_bytes(run_dir) / 1e9,
             transport=settings.trainer.publish_transport,
-            full_every=settings.trainer.publish_full_every,
+            full_every=1 if settings.policies else settings.trainer.publish_full_every,
         ),
     )
 
@@ -96,15 +120,21 @@ def scenario_of(run_dir: Path) -> Scenario:
 def _published_bytes(run_dir: Path) -> int:
     """Returns the size of the newest version with all weights; 0 if the run kept none."""
     versions = sorted((run_dir / "weights").glob("v*"), key=lambda path: (len(path.name), path.name))
-    return sum(file.stat().st_size for file in versions[-1].glob("*.safetensors")) if versions else 0
+    return sum(file.stat().st_size for file in versions[-1].rglob("*.safetensors")) if versions else 0
 
 
-def _recording(episode: dict[str, Any], ledger: LedgerState) -> Recording:
+def _recording(
+    episode: dict[str, Any], ledger: LedgerState, sources: Mapping[str, tuple[str, bool]]
+) -> Recording:
+    """Returns a recorded episode; `sources` has the engines of each policy, and whether it is trained."""
     samples = [
-        Sample(turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]))
+        Sample(
+            turn["started"], turn["seconds"], len(turn["delta_ids"]), len(turn["output_ids"]),
+            *sources[turn.get("policy", "")],
+        )
         for turn in episode["turns"]
         if turn.get("started")
-    ]
+    ]  # fmt: skip
     samples.sort(key=lambda sample: sample.started)
     attempt = ledger.attempts.get(episode["metadata"].get("attempt", ""))
     setup = max(0.0, samples[0].started - attempt.issued["time"]) if samples and attempt is not None else 0.0

@@ -46,7 +46,7 @@ class Rates:
             groups=parts * figures.groups_per_s,
             steps=steps,
             publishes=steps / scenario.rules.publish_interval,
-            engines=parts * scenario.engine.count,
+            engines=parts * scenario.engine_count,
         )
 
 
@@ -67,7 +67,8 @@ def part_of(scenario: Scenario) -> tuple[Scenario, int]:
     """Divides a large cluster into equal parts of at least LEAST_ENGINES engines.
 
     Engines, trainers, groups of a batch and concurrent attempts are divided by the same number, so that the
-    parts have the same rates. A cluster whose numbers have no common divisor is not divided.
+    parts have the same rates. A cluster whose numbers have no common divisor is not divided, nor is one of
+    several policies.
 
     Returns:
         The scenario of one part, and the number of parts.
@@ -75,7 +76,7 @@ def part_of(scenario: Scenario) -> tuple[Scenario, int]:
     engines, trainers, groups = (
         scenario.engine.count, scenario.trainer.count, scenario.rules.groups_per_batch,
     )  # fmt: skip
-    common = math.gcd(engines, trainers, groups)
+    common = 1 if scenario.policies else math.gcd(engines, trainers, groups)
     parts = max(
         n for n in range(1, common + 1) if common % n == 0 and (n == 1 or engines // n >= LEAST_ENGINES)
     )

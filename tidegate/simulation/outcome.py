@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import KW_ONLY, asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ class SimulationCounts:
     """Counts during a simulation."""
 
     clock: Clock
-    pool: Pool
+    pools: Collection[Pool]
     begun: int = 0
     """First step that counts for the figures; 0 before that."""
     sampled: float = 0.0
@@ -115,14 +116,14 @@ class SimulationCounts:
             goodput=self.trained / max(1.0, self.trained + sum(self.lost.values())),
             staleness_mean=sum(age * count for age, count in self.staleness.items()) / groups,
             staleness_max=max(self.staleness),
-            engines_busy=done.busy_s / seconds / scenario.engine.count,
+            engines_busy=done.busy_s / seconds / scenario.engine_count,
             trainer_waits=done.waited_s / seconds,
             lost={why: tokens / max(1.0, self.sampled) for why, tokens in sorted(self.lost.items())},
-            engines_lost=self.pool.lost,
+            engines_lost=sum(pool.lost for pool in self.pools),
         )
 
     def _totals(self) -> Totals:
         return Totals(
-            self.clock.now, self.sampled, self.trained, self.pool.busy_s(), self.waited_s, self.prompt,
-            self.turns, self.sessions, self.groups,
+            self.clock.now, self.sampled, self.trained, sum(pool.busy_s() for pool in self.pools),
+            self.waited_s, self.prompt, self.turns, self.sessions, self.groups,
         )  # fmt: skip

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
 from tidegate.settings.sections import SettingsSection
+from tidegate.settings.servers import PolicyName
 from tidegate.trainer.admission.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
@@ -40,6 +41,9 @@ class SimulatedTurn(NamedTuple):
     tokens: float
     away_s: float
     before_s: float = 0.0
+    policy: str = ""
+    """Name in `Scenario.engines`."""
+    trained: bool = True
 
 
 class EngineModel(SettingsSection):
@@ -57,6 +61,15 @@ class EngineModel(SettingsSection):
     failures_per_hour: Seconds = 0.0
     """Failures of one engine; its requests move to other engines, which read their prompts again."""
     recover_s: Seconds = 60.0
+
+
+class PolicyEngines(EngineModel):
+    """One of several policies with its engines, or the policies that share engines."""
+
+    turns: Positive = 1.0
+    """Number of its turns relative to the other policies; recorded episodes have their own."""
+    train: bool = True
+    """false: a frozen policy, whose engines a publish does not pause."""
 
 
 class AgentModel(SettingsSection):
@@ -80,17 +93,20 @@ class AgentModel(SettingsSection):
     deadline_s: Positive = math.inf
     """Deadline of an attempt; one that it ends counts as a timeout of slow engines."""
 
-    def draw(self, rng: random.Random) -> Sequence[SimulatedTurn]:
+    def draw(self, rng: random.Random, policies: Mapping[str, PolicyEngines]) -> Sequence[SimulatedTurn]:
+        """Returns the turns of an episode, each of one of the policies."""
         if self.episodes:
             return rng.choice(self.episodes)
         turns = max(1, round(self.turns.draw(rng)))
         setup = self.setup.draw(rng)
+        weights = [policy.turns for policy in policies.values()]
+        names = rng.choices([*policies], weights, k=turns) if policies else [""] * turns
         return [
             SimulatedTurn(
                 self.prompt.draw(rng), max(1.0, round(self.tokens.draw(rng))), self.away.draw(rng),
-                setup if number == 0 else 0.0,
+                setup if number == 0 else 0.0, name, not policies or policies[name].train,
             )
-            for number in range(turns)
+            for number, name in enumerate(names)
         ]  # fmt: skip
 
 
@@ -156,11 +172,32 @@ class Scenario(SettingsSection):
     seed: int = 0
     steps: Annotated[int, Field(ge=2)] = 100
     engine: EngineModel = EngineModel()
+    policies: dict[PolicyName, PolicyEngines] = {}
+    """Policies by name, with their engines; empty: there is one, with those of `engine`."""
     agent: AgentModel = AgentModel()
     trainer: TrainerModel = TrainerModel()
     rules: RuleModel = RuleModel()
     gateway: GatewayModel = GatewayModel()
     weights: WeightsModel = WeightsModel()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        if not self.policies:
+            return self
+        if idle := self.engine.other_than_default(*EngineModel.model_fields):
+            raise ValueError(f"engine.{idle[0]} has no effect with policies: set policies.NAME.{idle[0]}")
+        if not any(policy.train for policy in self.policies.values()):
+            raise ValueError("policies: none is trained, so the run has nothing to do")
+        return self
+
+    @property
+    def engines(self) -> Mapping[str, EngineModel]:
+        """The engines of each policy; of one policy under the name ""."""
+        return self.policies or {"": self.engine}
+
+    @property
+    def engine_count(self) -> int:
+        return sum(model.count for model in self.engines.values())
 
     def admission_rules(self) -> Rules:
         smallest = self.rules.min_group_size or self.rules.group_size

@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
 from tidegate.simulation.outcome import Figures, SimulationCounts
@@ -34,10 +34,12 @@ class SimulatedAttempt:
     turns: Sequence[SimulatedTurn]
     failing: bool
     _: KW_ONLY
-    engine: SimulatedEngine | None = None
-    """The engine of its requests, assigned at the first one."""
+    engines: dict[str, SimulatedEngine] = field(default_factory=dict)
+    """The engine of its requests to each policy, assigned at the first one."""
     at: int = 0
     sampled: float = 0.0
+    frozen: float = 0.0
+    """Tokens that a frozen policy sampled."""
     oldest: int | None = None
     request: SimulatedRequest | None = None
 
@@ -51,8 +53,8 @@ class SimulatedRun:
         self.clock = Clock()
         self._rng = random.Random(scenario.seed)
         self._core = Admission(scenario.admission_rules(), lambda _: None)
-        self._pool = Pool(self.clock, scenario.engine, self._rng)
-        self._counts = SimulationCounts(self.clock, self._pool)
+        self._pools = {name: Pool(self.clock, model, self._rng) for name, model in scenario.engines.items()}
+        self._counts = SimulationCounts(self.clock, self._pools.values())
         self._attempts: dict[str, dict[str, SimulatedAttempt]] = {}
         """Running and successful attempts of each running or ready group, by group and attempt id."""
         self._delayed: deque[tuple[str, int]] = deque()
@@ -92,7 +94,8 @@ class SimulatedRun:
             return
         model = self.scenario.agent
         attempt = SimulatedAttempt(
-            self._core.start_attempt(group, slot), group, slot, model.draw(self._rng),
+            self._core.start_attempt(group, slot), group, slot,
+            model.draw(self._rng, self.scenario.policies),
             self._rng.random() < model.failed,
         )  # fmt: skip
         self._attempts[group][attempt.id] = attempt
@@ -109,19 +112,21 @@ class SimulatedRun:
         turn = attempt.turns[attempt.at]
 
         def begun() -> None:
-            if attempt.oldest is None:
+            if attempt.oldest is None and turn.trained:
                 attempt.oldest = self._core.version
 
         def done() -> None:
             attempt.request = None
             attempt.sampled += turn.tokens
+            attempt.frozen += 0.0 if turn.trained else turn.tokens
             self._counts.turn(turn.prompt, turn.tokens)
             self.clock.after(turn.away_s, lambda: self._next_turn(attempt))
 
         attempt.request = SimulatedRequest(turn.prompt, turn.tokens, done, begun)
-        if attempt.engine is None or not attempt.engine.up:
-            attempt.engine = self._pool.assign()
-        attempt.engine.add(attempt.request)
+        engine = attempt.engines.get(turn.policy)
+        if engine is None or not engine.up:
+            engine = attempt.engines[turn.policy] = self._pools[turn.policy].assign()
+        engine.add(attempt.request)
 
     def _next_turn(self, attempt: SimulatedAttempt) -> None:
         if attempt.id not in self._attempts.get(attempt.group, ()):
@@ -136,7 +141,7 @@ class SimulatedRun:
         group = self._core.groups.get(attempt.group)
         if group is None or not group.slots or group.slots[attempt.slot].running != attempt.id:
             return
-        self._core.pace.measured(sum(engine.rate for engine in self._pool.engines))
+        self._core.pace.measured(sum(engine.rate for pool in self._pools.values() for engine in pool.engines))
         if attempt.request is not None and attempt.request.engine is not None:
             attempt.request.engine.cancel(attempt.request)
             attempt.sampled += attempt.request.sampled
@@ -193,7 +198,8 @@ class SimulatedRun:
             attempts = self._core.groups[group].successful_attempts()
             oldest = [self._attempts[group][attempt].oldest for attempt in attempts]
             self._core.lease(group, min((version for version in oldest if version is not None), default=None))
-            if self._rng.random() < self.scenario.agent.alike:
+            nothing = all(version is None for version in oldest)
+            if nothing or self._rng.random() < self.scenario.agent.alike:
                 self._core.filter_group(group)
                 self._discard(group, "filtered")
         for group in self._core.end_stale_groups():
@@ -206,7 +212,10 @@ class SimulatedRun:
         self._start_groups()
 
     def _train(self, selection: BatchSelection) -> None:
-        tokens = sum(one.sampled for group in selection.groups for one in self._attempts.pop(group).values())
+        attempts = [one for group in selection.groups for one in self._attempts.pop(group).values()]
+        tokens = sum(one.sampled - one.frozen for one in attempts)
+        if frozen := sum(one.frozen for one in attempts):
+            self._counts.lost["frozen"] += frozen
         model = self.scenario.trainer
         self._counts.batch(selection.staleness, tokens)
         self.clock.after(
@@ -233,12 +242,19 @@ class SimulatedRun:
             self._core.end_stale(group, version, sampled[group])
             self._discard(group, "stale")
         self._start_groups()
-        self._pool.pause()
+        for pool in self._published:
+            pool.pause()
         self.clock.after(self.scenario.trainer.publish_s, lambda: self._on_published(version))
+
+    @property
+    def _published(self) -> list[Pool]:
+        frozen = [name for name, policy in self.scenario.policies.items() if not policy.train]
+        return [pool for name, pool in self._pools.items() if name not in frozen]
 
     def _on_published(self, version: int) -> None:
         self._core.mark_live(version)
-        self._pool.resume()
+        for pool in self._published:
+            pool.resume()
         self._start_groups()
         self._wait_again()
 
