@@ -269,13 +269,16 @@ class _Prefetcher:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._ready: Bucket | None = None
+        """The bucket that was gathered. A thread holds its own result until it has a core again."""
         self._next = self._start()
 
     async def next(self) -> Bucket | None:
         """Return the next bucket, or None at the end. Raises the source's errors."""
         # A cancelled caller must not cancel the task: its thread would go on, and a generator that runs
         # cannot be closed.
-        bucket = await asyncio.shield(self._next)
+        await asyncio.shield(self._next)
+        bucket, self._ready = self._ready, None
         if bucket is not None:
             self._next = self._start()
         return bucket
@@ -285,15 +288,14 @@ class _Prefetcher:
         await asyncio.gather(self._next, return_exceptions=True)
         await asyncio.to_thread(self._source.close)
 
-    def _start(self) -> asyncio.Task[Bucket | None]:
+    def _start(self) -> asyncio.Task[None]:
         return asyncio.create_task(asyncio.to_thread(self._gather))
 
-    def _gather(self) -> Bucket | None:
+    def _gather(self) -> None:
         tensors = next(self._source, None)
-        if tensors is None:
-            return None
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        return Bucket(tensors, size, checksum(tensors.items()))
+        if tensors is not None:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            self._ready = Bucket(tensors, size, checksum(tensors.items()))
 
 
 async def _run_with_engine(
