@@ -102,7 +102,7 @@ class Run:
                 changed = self._prepare()
                 try:
                     training = await self._assemble(stack, changed)
-                    await training.run(self._supervisor)
+                    await training.run()
                 finally:
                     # Before the stack stops the processes, which their watchers would start again.
                     await self._supervisor.close()
@@ -159,7 +159,8 @@ class Run:
             self._training = Training(
                 settings=settings, start=start, environment=self.environment, observer=self.observer,
                 credit=self.credit, provider=self.provider, processes=processes, policy=policy, ledger=ledger,
-                resumed=resumed, stop=self.stop, result=self.result, stack=stack, teacher=teacher,
+                resumed=resumed, supervisor=self._supervisor, stop=self.stop, result=self.result, stack=stack,
+                teacher=teacher,
             )  # fmt: skip
         except BaseException as error:
             await run_to_completion(self._record_failure(ledger, error))

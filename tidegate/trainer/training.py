@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from tidegate.config import Settings
 from tidegate.envs.base import Environment
@@ -21,6 +18,8 @@ from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
+from tidegate.trainer.checkpoint.checkpoint import Checkpoint
+from tidegate.trainer.checkpointing import RunCheckpoints
 from tidegate.trainer.end import RunResult, how_failed
 from tidegate.trainer.evaluations import RunEvaluations
 from tidegate.trainer.forecast import episodes_at_a_time, forecast, measure_rate
@@ -31,25 +30,21 @@ from tidegate.trainer.loop import Loop
 from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
-from tidegate.trainer.processes.servers import JUDGE_CACHE, restart_s
+from tidegate.trainer.processes.servers import JUDGE_CACHE
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
-from tidegate.trainer.publish.broadcast import BUCKET_BYTES, DEVICE_BUCKET_BYTES, WeightBroadcaster
 from tidegate.trainer.publish.canary import CanaryState
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
-from tidegate.trainer.publish.layout import engine_weights
 from tidegate.trainer.publish.promotion import Promotion
-from tidegate.trainer.publish.publisher import KEPT_VERSIONS, Publisher
 from tidegate.trainer.publish.version_requests import clear_request, read_request
-from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.dead_letters import DeadLetters
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.judge import JudgeRecord
-from tidegate.trainer.records.lift_requests import lift_requested
+from tidegate.trainer.records.lift_requests import watch_lifts
 from tidegate.trainer.records.load import LoadLog
 from tidegate.trainer.records.metrics import MetricsLog, reached
-from tidegate.trainer.records.recorder import Recorder, age_metrics
+from tidegate.trainer.records.recorder import Recorder
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.resume import ResumedRun
@@ -58,7 +53,9 @@ from tidegate.trainer.rollout.episodes import EpisodeSource, watch_workers
 from tidegate.trainer.rollout.evaluator import Episode, Evaluator
 from tidegate.trainer.rollout.pause import NO_ENGINE, NO_WORKER, Pause
 from tidegate.trainer.rollout.rollout import Rollout
+from tidegate.trainer.run_publisher import make_publisher
 from tidegate.trainer.start import Start
+from tidegate.trainer.status import RunStatus
 from tidegate.trainer.teacher.teacher import Teacher
 from tidegate.trainer.waits import run_to_completion, unless_stopped
 from tidegate.types import Group, Trajectory
@@ -80,6 +77,7 @@ class Training:
         policy: The loaded policy.
         ledger: The open ledger.
         resumed: Admission, and the groups that continue.
+        supervisor: Runs the watchers beside the training.
         stop: Set when the run is to end after the current step.
         result: Updated by evaluations and at the end.
         stack: Closes what is opened here.
@@ -99,12 +97,14 @@ class Training:
         policy: TrainedPolicy,
         ledger: Ledger,
         resumed: ResumedRun,
+        supervisor: TaskSupervisor,
         stop: asyncio.Event,
         result: RunResult,
         stack: contextlib.AsyncExitStack,
         teacher: Teacher | None = None,
     ) -> None:
         self.settings, self.start, self.stop, self.result = settings, start, stop, result
+        self.supervisor = supervisor
         self._by_clients = settings.agent.source == "client"
         """Whether clients form the groups: the run then issues and evaluates none."""
         self.dir = settings.run_dir.absolute()
@@ -112,7 +112,6 @@ class Training:
         self.gateway, self.engines = processes.gateway, processes.engines
         self.policy, self.ledger, self.admission = policy, ledger, resumed.admission
         self.tokens, self.teacher = TokenCounts(), teacher
-        self._began = time.monotonic()
         files, judge, self.writer = TrajectoryFiles(self.dir), JudgeRecord(), FileWriter()
         stack.push_async_callback(self.writer.close)
 
@@ -152,20 +151,29 @@ class Training:
             engines_down=lambda: self.pause.engines_down,
             pace=self.admission.pace,
         )  # fmt: skip
+        self.status = RunStatus(
+            admission=self.admission, rollout=self.rollout, batches=self.batches, evaluator=self.evaluator,
+            pause=self.pause, tokens=self.tokens, teacher=teacher,
+        )  # fmt: skip
         self.recorder = Recorder(
-            MetricsLog(self.dir), files, observer, self.snapshot, lambda: self.admission.version, judge,
-            self.writer,
+            MetricsLog(self.dir), files, observer, self.status.snapshot, lambda: self.admission.version,
+            judge, self.writer,
         )  # fmt: skip
         # A credit assignment of the user's own has no means; a checkpoint then holds none.
-        self._means = credit.means if isinstance(credit, BaselineCredit) else RunningMeans()
+        means = credit.means if isinstance(credit, BaselineCredit) else RunningMeans()
         if start.checkpoint is not None:
-            self._means.restore(start.checkpoint.state.get("baseline", {}))
+            means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
             gateway=self.gateway, files=files, judge=self.dir / JUDGE_CACHE, writer=self.writer,
             record=ledger.record, durable=ledger.durable,
             done=start.past.erased, note=observer.note, withdraw=self.batches.withdraw,
         )  # fmt: skip
-        self.publisher = self._publisher(stack)
+        self.publisher = make_publisher(
+            settings=settings, run_dir=self.dir, start=start, policy=policy, engines=self.engines,
+            provider=provider, ledger=ledger, cancel_stale=self.rollout.cancel_stale,
+            # A run that is to stop does not wait for an outage to end.
+            in_outage=lambda: self.pause.active and not stop.is_set(), note=observer.note, stack=stack,
+        )  # fmt: skip
         # The publisher needs the engines and they need the publisher: one of the two is set later.
         self.engines.on_poll = self._on_poll
         self.engines.set_publisher(self.publisher)
@@ -180,17 +188,20 @@ class Training:
             best=BestCheckpoint.open(self.dir), stop_rollout=self.rollout.stop, record=self.recorder.step,
             note=observer.note, stop=stop, result=result,
         )  # fmt: skip
-        self._writing: asyncio.Task[None] | None = None
-        """The newest checkpoint's writing."""
+        self.checkpoints = RunCheckpoints(
+            run_dir=self.dir, start=start, policy=policy, admission=self.admission, ledger=ledger,
+            means=means, publisher=self.publisher, promotion=self.promotion, supervisor=supervisor,
+            keep=trainer.keep_checkpoints,
+        )  # fmt: skip
         self.loop = Loop(
             settings=settings.trainer, admission=self.admission, batches=self.batches, policy=policy,
             publisher=self.publisher, recorder=self.recorder,
-            checkpoint=partial(self._checkpoint, background=trainer.ranks > 1), evaluate=self._evaluate,
+            checkpoint=partial(self.checkpoints.write, background=trainer.ranks > 1), evaluate=self._evaluate,
             credit=credit, before_publish=self._before_publish, promotion=self.promotion,
             roll_back=self._roll_back, requested=self._roll_back_requested, step=start.step, stop=stop,
         )  # fmt: skip
 
-    async def _open(self, supervisor: TaskSupervisor) -> None:
+    async def _open(self) -> None:
         """Check the engines, give them the current weights if others own them, and start the watchers."""
         # Unlike the run's own engines, these were not started with its weights.
         if self.settings.engine.urls:
@@ -204,8 +215,8 @@ class Training:
                 self.admission.pace.measured(rate)
                 self.observer.note(forecast(self.settings, rate, sets=self.evaluator.sets))
         if self.promotion is not None and self.start.checkpoint is None:
-            await self._checkpoint(0)  # to which the first version may be rolled back
-        timeout_s = self.settings.stall_timeout_s
+            await self.checkpoints.write(0)  # to which the first version may be rolled back
+        supervisor = self.supervisor
         supervisor.watch(self.engines.watch(), "engines")
         if self.settings.agent.source == "remote":
             set_connected = partial(self._set_serving, missing=NO_WORKER)
@@ -213,31 +224,32 @@ class Training:
         if self._by_clients:
             supervisor.watch(self.erasure.watch(), "erasure")
             supervisor.watch(self.clients.watch(self.gateway, self.writer), "clients")
-        supervisor.watch(watchdog(timeout_s, self._last_progress, self._describe), "watchdog")
-        supervisor.watch(every(STATE_S, lambda: self.observer.state(self.snapshot())), "state")
+        limit_s = self.settings.stall_timeout_s
+        supervisor.watch(watchdog(limit_s, self._last_progress, self._describe), "watchdog")
+        supervisor.watch(every(STATE_S, lambda: self.observer.state(self.status.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
         supervisor.watch(LoadLog(self.dir).watch(), "load")
-        supervisor.watch(self._watch_lifts(), "lifts")
+        lifts = watch_lifts(self.dir, self.admission.failures.lift, self.ledger.durable, self.observer.note)
+        supervisor.watch(lifts, "lifts")
 
-    async def run(self, supervisor: TaskSupervisor) -> None:
+    async def run(self) -> None:
         """Train, then cancel running groups, record the end, and commit."""
-        self._supervisor = supervisor
         try:
-            await self._open(supervisor)
-            await supervisor.run(self._train(supervisor))
+            await self._open()
+            await self.supervisor.run(self._train())
         except BaseException as error:
             await run_to_completion(self._end_after(error))
             raise
         await run_to_completion(self._end())
 
-    async def _train(self, supervisor: TaskSupervisor) -> None:
+    async def _train(self) -> None:
         if not self._by_clients:
             await self.evaluations.first()
         trainer, step = self.settings.trainer, self.loop.step
         done = self.stop.is_set() or step >= trainer.steps
         if not done and await asyncio.to_thread(reached, self.dir, trainer, step) is None:
             if not self._by_clients:
-                supervisor.watch(self.rollout.run(), "rollout")
+                self.supervisor.watch(self.rollout.run(), "rollout")
             await self.loop.run()
 
     async def _end_after(self, error: BaseException) -> None:
@@ -260,10 +272,10 @@ class Training:
             with contextlib.suppress(GatewayError):  # it may be the gateway that failed
                 text = f"{status} after step {step}" + (f", {why}" if why else "")
                 await self.gateway.end_run(self.admission.epoch, text)
-        await self._written()
+        await self.checkpoints.written()
         if self.loop.committable:
             try:
-                await self._checkpoint(step)
+                await self.checkpoints.write(step)
             except BaseException as failure:
                 if status != "failed":
                     with contextlib.suppress(LedgerError):  # the failure itself is raised
@@ -289,50 +301,6 @@ class Training:
         trainer, step = self.settings.trainer, self.loop.step
         why = self.loop.solved or await asyncio.to_thread(reached, self.dir, trainer, step)
         return "completed" if step >= trainer.steps or why else "interrupted", why
-
-    def _publisher(self, stack: contextlib.AsyncExitStack) -> Publisher:
-        settings = self.settings
-        sender, dtype = None, settings.engine.weights_dtype
-        if settings.trainer.publish_transport == "broadcast":
-            on_device = settings.trainer.device != "cpu"
-            source = partial(self.policy.weight_buckets, as_files=dtype, on_device=on_device)
-            sender = WeightBroadcaster(
-                source, self.observer.note, DEVICE_BUCKET_BYTES if on_device else BUCKET_BYTES,
-                settings.trainer.device,
-            )  # fmt: skip
-            stack.callback(sender.close)
-        # SGLang loads whole models only, a service its own; a node without the run's files has no base.
-        # Of several policies `save_adapter` writes what the engines of each load.
-        adapters = settings.trainer.lora.publish == "adapter" or bool(settings.policies)
-        whole = settings.engine.kind not in ("embedded", "vllm") or adapters
-        deltas = self.provider.delivers_in_place and not whole
-        writer = VersionWriter(
-            directory=self.dir / "weights",
-            save_weights=self.policy.save_adapter if adapters else self.policy.save_weights,
-            buckets=self.policy.weight_buckets,
-            dtype=dtype, full_every=settings.trainer.publish_full_every if deltas else 1,
-            note=self.observer.note,
-        )  # fmt: skip
-        return Publisher(
-            writer=writer, engines=self.engines.urls, cancel_stale=self.rollout.cancel_stale,
-            quarantine=self.engines.mark_unavailable, restore=self.engines.restore,
-            current=(self.start.weights, self.start.version),
-            retry_s=restart_s(settings.engine), sender=sender,
-            # A run that is to stop does not wait for an outage to end.
-            deliver=self._deliver, serves=self.engines.serves,
-            # An earlier self links the files of the version so many publishes ago.
-            kept_versions=max([KEPT_VERSIONS, *(own.behind + 1 for own in settings.policies.values())]),
-            in_outage=lambda: self.pause.active and not self.stop.is_set(),
-            durable=self.ledger.durable, keeps_kv=settings.engine.pause == "in_place",
-            listed_ids=settings.trainer.loss.listed_ids,
-            kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
-            announce=self.engines.announce if adapters and settings.engine.kind == "sglang" else None,
-        )  # fmt: skip
-
-    async def _deliver(self, url: str, weights: Path) -> Path:
-        """Deliver what an engine loads of a version; returns its path there."""
-        own = engine_weights(self.settings, weights, self.engines.serves(url))
-        return await self.provider.deliver(url, own)
 
     def _background_evaluation(self) -> BackgroundEvaluation:
         settings, reserved = self.settings.eval, None
@@ -384,8 +352,8 @@ class Training:
     async def _roll_back(self) -> None:
         """Return to the checkpoint that the operator requested, and publish its weights as a new version."""
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
-        if self._writing is not None:
-            await self._writing  # if it has failed, the run ends and keeps the request for a resume
+        if (writing := self.checkpoints.newest) is not None:
+            await writing  # if it has failed, the run ends and keeps the request for a resume
         saved = checkpoints.committed(self.dir)
         if request is None or request.step not in saved:
             action = "roll-back" if request is None else request.action
@@ -406,78 +374,23 @@ class Training:
         if step in saved:  # it has the weights that are rolled back
             await asyncio.to_thread(checkpoints.remove, saved[step])
         self.loop.committable = True
-        await self._checkpoint(step)
+        await self.checkpoints.write(step)
         # Last: a trainer that is killed before finds the request again and repeats the roll-back.
         clear_request(self.dir)
         self.observer.note(f"rolled back to step {request.step}, whose policy is live as version {version}")
 
-    async def _watch_lifts(self) -> None:
-        """Lift quarantines as the operator requests."""
-        while True:
-            if lifted := await lift_requested(self.dir, self.admission.failures.lift, self.ledger.durable):
-                self.observer.note(
-                    f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order"
-                )
-            await asyncio.sleep(STATE_S)
-
-    async def _restore(self, step: int | None = None) -> checkpoints.Checkpoint:
+    async def _restore(self, step: int | None = None) -> Checkpoint:
         """Return the policy and its optimiser to a checkpoint, by default to that of the live version.
 
         A cancellation waits for the loading, and no checkpoint is written after it or after a failure.
         """
-        await self._written()
         if step is None:
             step = self.promotion.live_step if self.promotion is not None else None
-        checkpoint = checkpoints.read(checkpoints.committed(self.dir)[step or 0])
+        checkpoint = await self.checkpoints.read(step or 0)
         self.loop.committable = False
-        await run_to_completion(asyncio.to_thread(checkpoints.load, checkpoint, self.policy))
-        self._means.restore(checkpoint.state.get("baseline", {}))
+        await self.checkpoints.load(checkpoint)
         self.loop.committable = True
         return checkpoint
-
-    async def _checkpoint(self, step: int, *, background: bool = False) -> None:
-        """Write a checkpoint, the commit point of all steps so far.
-
-        In the background it is written after this returns, and a failure ends the run. The policy is copied
-        before, and the previous checkpoint has been written.
-        """
-        await self._written()
-        # Read without an await between: groups go on, and their later entries belong to the next marker.
-        progress = self.admission.progress()
-        state: dict[str, Any] = {
-            "ledger": self.ledger.position,
-            "ledger_checksum": self.ledger.checksum,
-            "epoch": self.admission.epoch,
-            "version": self.admission.version,
-            "baseline": self._means.state(),
-            "cursor": progress.cursor,
-            "tickets": [asdict(ticket) for ticket in progress.tickets],
-        }
-        if self.promotion is not None:
-            state["live_step"] = self.promotion.live_step
-        # The marker commits the ledger up to `position`, so these entries reach the disk first.
-        await self.ledger.durable()
-        stepped = self.admission.stepped()
-        write = await asyncio.to_thread(checkpoints.begin, self.dir, step, self.policy, state)
-        self._writing = self._supervisor.watch(self._write(write, stepped), f"checkpoint of step {step}")
-        if not background:
-            await self._writing
-
-    async def _written(self) -> None:
-        """Wait until the newest checkpoint is written or has failed, which ends the run."""
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-
-    async def _write(self, write: Callable[[], object], stepped: tuple[int, int]) -> None:
-        await asyncio.to_thread(write)
-        self.admission.commit(stepped)
-        protected = set() if self.promotion is None else {self.promotion.live_step or 0}
-        # Until the first publish after a resume, engines serve and load the weights in its checkpoint.
-        used = (self.publisher.current[0], self.publisher.kept)
-        if self.start.weights in used and self.start.checkpoint is not None:
-            protected.add(checkpoints.live(self.dir, self.start.checkpoint).step)
-        keep = self.settings.trainer.keep_checkpoints
-        await asyncio.to_thread(checkpoints.prune, self.dir, keep, protected)
 
     def _on_poll(self, unserved: Collection[str], tokens_per_s: float) -> None:
         self.admission.pace.measured(tokens_per_s)
@@ -488,50 +401,10 @@ class Training:
         self.rollout.wake()
 
     def _last_progress(self) -> float:
-        testing = self.promotion is not None and self.promotion.active
-        waits = self.pause.active or self.gate.waiting or testing
-        if self.teacher is not None:
-            waits = waits or self.teacher.failing
-        if waits or (self._by_clients and self.batches.waiting):
-            return time.monotonic()  # these have limits of their own, and clients come when they like
-        scored = self._began if self.teacher is None else self.teacher.last_progress
-        others = (self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress)
-        return max(self._began, scored, *others)
+        # Both have limits of their own.
+        if self.gate.waiting or (self.promotion is not None and self.promotion.active):
+            return time.monotonic()
+        return self.status.last_progress()
 
     def _describe(self) -> str:
-        counts = ", ".join(
-            f"{number} {state}" for state, number in self.admission.group_counts.items() if number
-        )
-        phases = [group.phase.value for group in self.admission.groups.values()]
-        in_flight = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
-        failure = f"; the last failure: {self.rollout.last_failure}" if self.rollout.last_failure else ""
-        return (
-            f"the trainer waits for {self.settings.trainer.groups_per_batch} ready groups at step "
-            f"{self.loop.step}. Groups in flight: {in_flight}. Ledger: {counts or 'empty'}{failure}"
-        )
-
-    def snapshot(self) -> dict[str, float]:
-        """Return counts of groups, attempts, episodes and tokens."""
-        admission, rollout = self.admission, self.rollout
-        counts = {f"groups/{state}": float(admission.group_counts[state]) for state in State}
-        phases = [group.phase.value for group in admission.groups.values()]
-        return {
-            **counts,
-            "groups/live": float(phases.count("running")),
-            "groups/ready": float(phases.count("ready")),
-            "groups/leased": float(phases.count("leased")),
-            "groups/filtered_solved": float(admission.filtered_alike["solved"]),
-            "groups/filtered_failed": float(admission.filtered_alike["failed"]),
-            "groups/filtered_cut": float(admission.filtered_alike["cut"]),
-            **age_metrics(admission.stale_ages),
-            "groups/quarantined_tasks": float(len(admission.failures.quarantined)),
-            "attempts/live": float(admission.attempt_counts[State.LIVE]),
-            "attempts/failed": float(admission.attempt_counts[State.FAILED]),
-            **{f"failures/{cause}": float(number) for cause, number in admission.failures.causes.items()},
-            "episodes": float(rollout.finished_episodes + self.batches.accepted_episodes),
-            "tokens/sampled_total": float(rollout.sampled_tokens + self.batches.accepted_tokens),
-            "version": float(admission.version),
-            **self.pause.metrics(),
-            **self.tokens.metrics(),
-            **({} if self.teacher is None else self.teacher.metrics()),
-        }
+        return self.status.describe(self.settings.trainer.groups_per_batch, self.loop.step)

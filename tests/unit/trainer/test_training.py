@@ -16,12 +16,14 @@ import pytest
 from tests.waiting import eventually
 from tidegate.config import Settings
 from tidegate.errors import CheckpointError, GatewayError, LedgerError
-from tidegate.trainer import training as training_module
+from tidegate.trainer import run_publisher as publisher_module
 from tidegate.trainer.batch.running_means import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
+from tidegate.trainer.checkpointing import RunCheckpoints
 from tidegate.trainer.end import RunResult
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.publish.version_requests import VersionRequest, read_request, write_request
+from tidegate.trainer.start import Start
 from tidegate.trainer.training import Training
 
 
@@ -33,9 +35,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
     loop, live = SimpleNamespace(committable=True), SimpleNamespace(live_step=3)
     return SimpleNamespace(
-        dir=tmp_path, loop=loop, promotion=live, policy=object(), _means=RunningMeans(), _written=AsyncMock(),
-        _writing=None,
+        dir=tmp_path, loop=loop, promotion=live, checkpoints=run_checkpoints(tmp_path),
     )  # fmt: skip
+
+
+def run_checkpoints(run_dir: Path, **given: Any) -> RunCheckpoints:
+    named: Any = {
+        "run_dir": run_dir, "start": SimpleNamespace(weights=None), "policy": object(),
+        "admission": MagicMock(), "ledger": MagicMock(), "means": RunningMeans(), "publisher": MagicMock(),
+        "promotion": None, "supervisor": TaskSupervisor(), "keep": 2,
+    }  # fmt: skip
+    return RunCheckpoints(**named | given)
 
 
 async def test_a_cancelled_return_to_a_checkpoint_ends_with_its_loading_and_commits_nothing(
@@ -109,8 +119,7 @@ def saving(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     run.admission.progress.return_value = SimpleNamespace(cursor=0, tickets=[])
     run.admission.stepped.return_value = (4, 16)
     run.ledger = SimpleNamespace(position=9, checksum=1, durable=AsyncMock())
-    run.promotion, run.publisher, run.start = None, MagicMock(), SimpleNamespace(weights=None)
-    run.settings = SimpleNamespace(trainer=SimpleNamespace(keep_checkpoints=2))
+    run.checkpoints = run_checkpoints(run.dir, admission=run.admission, ledger=run.ledger)
 
     def write() -> None:
         assert run.release.wait(30)
@@ -119,16 +128,13 @@ def saving(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(checkpoints, "begin", lambda *_: write)
     monkeypatch.setattr(checkpoints, "prune", lambda *arguments: run.pruned.append(arguments))
-    run._writing, run._supervisor = None, TaskSupervisor()
-    for name in ("_checkpoint", "_written", "_write"):
-        setattr(run, name, partial(getattr(Training, name), run))
     return run
 
 
 async def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_one_waits(saving: Any) -> None:
-    await saving._checkpoint(3, background=True)
+    await saving.checkpoints.write(3, background=True)
     saving.admission.stepped.return_value = (8, 32)  # another step
-    following = asyncio.create_task(saving._checkpoint(4))
+    following = asyncio.create_task(saving.checkpoints.write(4))
     await asyncio.wait([following], timeout=0.1)
     saving.admission.commit.assert_not_called()
     assert saving.ledger.durable.await_count == 1
@@ -144,18 +150,18 @@ async def test_a_checkpoint_that_fails_in_the_background_ends_the_run(saving: An
     saving.release.set()
 
     async def train() -> None:
-        await saving._checkpoint(3, background=True)
+        await saving.checkpoints.write(3, background=True)
         await asyncio.sleep(30)
 
     with pytest.raises(CheckpointError, match=FULL):
-        await saving._supervisor.run(train())
+        await saving.checkpoints.supervisor.run(train())
     saving.admission.commit.assert_not_called()
-    await saving._written()  # the end of the run waits, and writes its own
+    await saving.checkpoints.written()  # the end of the run waits, and writes its own
 
 
 async def test_a_roll_back_to_a_checkpoint_that_fails_is_not_forgotten(saving: Any) -> None:
     saving.error, saving.loop.step, saving.observer = CheckpointError(FULL), 5, MagicMock()
-    await saving._checkpoint(5, background=True)
+    await saving.checkpoints.write(5, background=True)
     write_request(saving.dir, request := VersionRequest("rollback", 5))
     saving.release.set()
     with pytest.raises(CheckpointError, match=FULL):
@@ -173,7 +179,8 @@ def ending(run: Any) -> Any:
     run.admission, run.loop.step, run.loop.solved = SimpleNamespace(version=3), 3, None
     run.settings = SimpleNamespace(trainer=SimpleNamespace(steps=3, until=None))
     run._by_clients = False
-    run._checkpoint = AsyncMock(side_effect=CheckpointError(FULL))
+    write = AsyncMock(side_effect=CheckpointError(FULL))
+    run.checkpoints, run.supervisor = SimpleNamespace(write=write, written=AsyncMock()), TaskSupervisor()
     run._open = AsyncMock()
     run._train = AsyncMock()
     for name in ("_end", "_how_ended", "_record_end", "_end_after"):
@@ -184,7 +191,7 @@ def ending(run: Any) -> Any:
 
 async def test_a_run_whose_last_checkpoint_fails_has_failed(ending: Any) -> None:
     with pytest.raises(CheckpointError, match=FULL):
-        await Training.run(ending, TaskSupervisor())
+        await Training.run(ending)
     assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", FULL)
     assert ending.result.status == "failed"
 
@@ -192,14 +199,14 @@ async def test_a_run_whose_last_checkpoint_fails_has_failed(ending: Any) -> None
 async def test_a_run_that_is_cancelled_and_whose_last_checkpoint_fails_has_failed(ending: Any) -> None:
     ending._open.side_effect = asyncio.CancelledError
     with pytest.raises(CheckpointError, match=FULL):
-        await Training.run(ending, TaskSupervisor())
+        await Training.run(ending)
     assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", FULL)
 
 
 async def test_a_checkpoint_that_fails_after_another_failure_does_not_hide_it(ending: Any) -> None:
     ending._open.side_effect = GatewayError("it is away")
     with pytest.raises(GatewayError, match="it is away"):
-        await Training.run(ending, TaskSupervisor())
+        await Training.run(ending)
     assert (ending.entries[-1]["status"], ending.entries[-1]["why"]) == ("failed", "it is away")
     assert [note for note in ending.notes if FULL in note]
 
@@ -209,7 +216,7 @@ async def test_groups_that_cannot_be_ended_after_a_failed_entry_do_not_hide_it(e
     ending._open.side_effect = LedgerError("cannot record g1.0.1")
     ending.rollout.stop.side_effect = KeyError("g1.0.1")
     with pytest.raises(LedgerError, match="cannot record"):
-        await Training.run(ending, TaskSupervisor())
+        await Training.run(ending)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -219,7 +226,7 @@ async def test_a_full_disk_is_the_reason_in_the_ledger_as_in_the_console(ending:
         error.filename = "/run/trajectories/step_000001.jsonl.part"
     ending._open.side_effect = error
     with pytest.raises(OSError, match="No space left"):
-        await Training.run(ending, TaskSupervisor())
+        await Training.run(ending)
     where = error.filename or ending.dir
     remedy = "free some space, then continue with --resume"
     assert ending.entries[-1]["why"] == f"{where}: No space left on device; {remedy}"
@@ -228,16 +235,22 @@ async def test_a_full_disk_is_the_reason_in_the_ledger_as_in_the_console(ending:
 def test_weights_are_sent_and_written_in_the_engines_number_type(monkeypatch: pytest.MonkeyPatch) -> None:
     made = {name: MagicMock() for name in ("WeightBroadcaster", "VersionWriter")}
     for name, double in made.items():
-        monkeypatch.setattr(training_module, name, double)
-    run = MagicMock()
-    run.settings = Settings.model_validate(
-        {
-            "model": {"path": "m"},
-            "engine": {"dtype": "bfloat16"},
-            "trainer": {"publish_transport": "broadcast"},
-        }
+        monkeypatch.setattr(publisher_module, name, double)
+    sections = {"engine": {"dtype": "bfloat16"}, "trainer": {"publish_transport": "broadcast"}}
+    settings = Settings.model_validate({"model": {"path": "m"}, **sections})
+    names = (
+        "run_dir",
+        "policy",
+        "engines",
+        "provider",
+        "ledger",
+        "cancel_stale",
+        "in_outage",
+        "note",
+        "stack",
     )
-    training_module.Training._publisher(run, MagicMock())
+    start = Start(Path("m"))
+    publisher_module.make_publisher(settings=settings, start=start, **{name: MagicMock() for name in names})
     assert made["WeightBroadcaster"].call_args.args[0].keywords == {
         "as_files": "bfloat16",
         "on_device": False,

@@ -18,6 +18,7 @@ from tidegate.errors import TidegateError
 from tidegate.service.serve import write_atomically
 
 DIRECTORY = "lifts"
+CHECK_S = 0.5
 
 
 def request_lift(run_dir: Path, tasks: Iterable[str]) -> None:
@@ -58,6 +59,19 @@ async def lift_requested(
     for path, _ in requests:
         await asyncio.to_thread(path.unlink, missing_ok=True)
     return lifted
+
+
+async def watch_lifts(
+    run_dir: Path,
+    lift: Callable[[str], bool],
+    durable: Callable[[], Awaitable[None]],
+    note: Callable[[str], None],
+) -> None:
+    """Carry out requests as they come."""
+    while True:
+        if lifted := await lift_requested(run_dir, lift, durable):
+            note(f"the quarantine of {len(lifted)} tasks was lifted; they are issued again in their order")
+        await asyncio.sleep(CHECK_S)
 
 
 def _requests(run_dir: Path) -> Iterator[tuple[Path, list[str]]]:
