@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tidegate.gateway.client import ADMIN_KEY, GatewayClient, SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
-from tidegate.gateway.options import GatewayOptions
+from tidegate.gateway.options import GatewayOptions, PolicyModel
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sharding.router import ShardRouter
@@ -74,7 +74,9 @@ class Site:
 class Inside(Shard):
     """A shard in this process, which never exits."""
 
-    def __init__(self, index: int, model: Path, stack: contextlib.AsyncExitStack) -> None:
+    def __init__(
+        self, index: int, model: Path, stack: contextlib.AsyncExitStack, policies: Sequence[str] = ()
+    ) -> None:
         super().__init__(index, [], model, {"admin_key": "admin"})
         options = GatewayOptions(
             model,
@@ -83,6 +85,7 @@ class Inside(Shard):
             id_prefix=id_prefix(index),
             limits=SessionLimits(turns=9),
             pool=PoolOptions(shards=SHARDS),
+            policies={name: PolicyModel(model) for name in policies},
         )
         self._app = create_app(Gateway(options))
         self._stack = stack

@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 
 from tests.fakes import FakeEngine, Fault, eventually, served
 from tests.local_rewards import LocalRewards
+from tests.sharded_gateway import SHARDS, Inside, fake_engine, groups
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
@@ -27,6 +28,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions, PolicyModel
 from tidegate.gateway.project_keys import create_key
+from tidegate.gateway.sharding.router import ShardRouter
 from tidegate.types import Outcome, Task
 
 TASK = Task("t", "e", [{"role": "user", "content": "1+2?"}])
@@ -324,3 +326,29 @@ async def test_policies_may_share_engines_which_serve_their_adapters(tmp_path: P
         for name in ("worker", "planner"):
             await chat(llm, name, ASK)
         assert [one["lora_path"] for one in engine.requests] == ["worker", "worker", "planner"]
+
+
+async def test_shards_send_the_calls_of_each_policy_to_its_engines(tmp_path: Path) -> None:
+    model = make_model_dir(tmp_path / "tiny")
+    async with contextlib.AsyncExitStack() as stack:
+        engines = {name: await fake_engine(model, stack) for name in TEMPLATES}
+        shards = [Inside(index, model, stack, [*TEMPLATES]) for index in range(SHARDS)]
+        router = ShardRouter(shards, "admin", pytest.fail)
+        url = await stack.enter_async_context(served(router.create_app()))
+        client = await stack.enter_async_context(GatewayClient(url, "admin"))
+        for name, engine in engines.items():
+            await client.add_engine(engine.url, policy=name)
+        for group_id in groups("policies"):
+            access = await client.open_session(task=TASK, group_id=group_id)
+            llm = AsyncOpenAI(base_url=f"{url}/v1", api_key=access.api_key)
+            await stack.enter_async_context(llm)
+            assert [one.id for one in (await llm.models.list()).data] == [*TEMPLATES]
+            for number, name in enumerate(TEMPLATES, 1):
+                await chat(llm, name, ASK * number)
+            with pytest.raises(openai.NotFoundError, match="solver, verifier"):
+                await chat(llm, "critic", ASK)
+        assert [len(engine.requests) for engine in engines.values()] == [SHARDS, SHARDS]
+        lengths = {name: {len(one["input_ids"]) for one in engines[name].requests} for name in TEMPLATES}
+        assert max(lengths["solver"]) < min(lengths["verifier"])
+        rows = await client.list_engines()
+        assert {row["url"]: row["policy"] for row in rows} == {engines[name].url: name for name in TEMPLATES}
