@@ -300,8 +300,6 @@ def main() -> int:
     trainer += TINKER if arguments.tinker else ()
     gateway = [f"{write}.{when}" for write in GATEWAY for when in ("before", "within", "after")]
     last = [f"{write}.{when}" for write in LAST for when in ("before", "after")]
-    if arguments.policies:  # with a reward for every turn no group of duo has equal rewards
-        trainer = [one for one in trainer if ".filtered." not in one]
     if arguments.failpoints is not None:
         wanted = set(filter(None, arguments.failpoints.split(",")))
         if unknown := wanted - {*trainer, *gateway, *last}:
