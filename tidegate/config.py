@@ -314,7 +314,6 @@ class Settings(SettingsSection):
             "trainer.reference_model": (trainer.reference_model, None),
             "eval.engines": (self.eval.engines, 0),
             "gateway.url": (self.gateway.url, None),
-            "gateway.shards": (self.gateway.shards, 1),
             "engine.urls": (self.engine.urls, []),
         }
         for name, (value, only) in needs.items():

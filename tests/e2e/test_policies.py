@@ -49,7 +49,7 @@ def test_adapters_of_two_policies_continue_after_a_kill_as_if_there_was_none(
 def test_an_earlier_self_has_the_weights_of_versions_ago_and_is_not_trained(tmp_path: Path) -> None:
     run_dir, config = tmp_path / "run", tmp_path / "config.toml"
     config.write_text(DUO.read_text().replace("learning_rate = 1e-3", 'earlier = "solver"\nbehind = 2'))
-    with training(run_dir, "--trainer.steps=4", config=config) as run:
+    with training(run_dir, "--trainer.steps=4", "--gateway.shards=2", config=config) as run:
         assert run.wait() == 0, run.output()[-3000:]
     held(run_dir)
     newest = run_dir / "weights" / "v000004" / "verifier" / "model.safetensors"

@@ -79,7 +79,6 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ),
         ({"a": {}, "b": {"train": False, "learning_rate": 1}}, {}, "learning_rate has no effect"),
         ({"a": {}}, {"trainer": {"ranks": 2}}, "trainer.ranks = 2 is not supported with policies"),
-        ({"a": {}}, {"gateway": {"shards": 2}}, "gateway.shards = 2 is not supported with policies"),
         ({"a": {}}, {"trainer": {"baseline": "key"}}, 'use "group" or "batch"'),
         ({"a": {}}, {"engine": {"device": "cuda"}}, "policies.NAME.engine.device"),
         (

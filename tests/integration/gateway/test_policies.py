@@ -351,4 +351,6 @@ async def test_shards_send_the_calls_of_each_policy_to_its_engines(tmp_path: Pat
         lengths = {name: {len(one["input_ids"]) for one in engines[name].requests} for name in TEMPLATES}
         assert max(lengths["solver"]) < min(lengths["verifier"])
         rows = await client.list_engines()
+        assert router.fleet.engines.keys() == {row["url"] for row in rows}, "for a shard that restarts"
+        rows += router.fleet.engines.values()
         assert {row["url"]: row["policy"] for row in rows} == {engines[name].url: name for name in TEMPLATES}
