@@ -30,20 +30,18 @@ from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.service.backoff import backoff_s
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
-from tidegate.trainer.publish.version_writer import VERSION, VersionWriter
+from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
-from tidegate.weights.files import WeightsError
 
 # An engine may still be loading the version before the newest.
 KEPT_VERSIONS = 2
-CANDIDATE = "candidate-v{:06d}"
-"""Directory of a version that is tested before it is published."""
 ATTEMPTS_BESIDE_OTHERS = 3
 BACKOFF_S = 1.0
 BACKOFF_MAX_S = 8.0
 
 T = TypeVar("T")
+Errors = Sequence[EngineError | None]
 
 
 async def _shared_directory(url: str, weights: Path) -> Path:
@@ -141,11 +139,8 @@ class Publisher:
 
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
-        weights = self.writer.directory / CANDIDATE.format(version)
         await self.durable()
-        with failpoints.around("publish.weights"):
-            await run_to_completion(asyncio.to_thread(self.writer.save, weights))
-        return weights
+        return await self._write(self.writer.write_candidate, version)
 
     async def load_candidate(self, urls: Sequence[str], weights: Path, version: int) -> bool:
         """Load a candidate on engines that do not have it; returns whether all have it now."""
@@ -153,18 +148,16 @@ class Publisher:
             engines = [EngineControl(url, http) for url in urls]
             labels = await asyncio.gather(*(engine.probe_label() for engine in engines))
             without = [engine for engine, label in zip(engines, labels, strict=True) if label != str(version)]
-            errors = await asyncio.gather(*(self._load(engine, weights, version) for engine in without))
-        if refused := [error for error in errors if error is not None and not error.retryable]:
-            raise PublishError(f"candidate {version} could not be loaded: {refused[0]}")
+            errors = await self._load(without, weights, version)
+        if (refusal := _refusal(errors)) is not None:
+            raise PublishError(f"candidate {version} could not be loaded: {refusal}")
         return not any(errors)
 
     async def publish_candidate(self, weights: Path, version: int) -> None:
         """Make a candidate the current version, and load it on every engine."""
-        live = self.writer.directory / VERSION.format(version)
         await self.durable()
-        self.writer.reset()
         with failpoints.around("publish.promoted"):
-            await asyncio.to_thread(weights.replace, live)
+            live = await asyncio.to_thread(self.writer.promote, weights, version)
         await self._go_live(live, version)
 
     async def discard_candidate(self, weights: Path) -> None:
@@ -184,7 +177,8 @@ class Publisher:
                     weights = await self._write(self.writer.write_full, version)
                 except BaseException:
                     # The transfer has left the other engines paused, with weights of no version.
-                    await self._load_current(http, skipped | loaded)
+                    others = [url for url in self.engines() if url not in skipped | loaded]
+                    await self._load([EngineControl(url, http) for url in others], *self.current)
                     raise
                 self._set_current(weights, version)
             else:
@@ -192,15 +186,11 @@ class Publisher:
                 if delta_files.is_delta(weights):
                     loaded = await self._load_delta(http, weights, version, skipped)
                 loaded |= await self._send(http, version, skipped | loaded, keep_kv_of)
-            updated, failed = await self._update_in_rounds(http, *self.current, skipped, loaded, keep_kv_of)
+            updated, failed = await self._update_in_rounds(http, skipped, loaded, keep_kv_of)
         await self._set_service(updated, failed)
         await self._switch_adapters(updated, version)
-        await asyncio.to_thread(self._prune)
-
-    async def _load_current(self, http: aiohttp.ClientSession, others: set[str]) -> None:
-        """Load the current version on all engines except `others`: a failed transfer has paused them."""
-        engines = [EngineControl(url, http) for url in self.engines() if url not in others]
-        await asyncio.gather(*(self._load(engine, *self.current) for engine in engines))
+        roots = {self.current[0], self._earlier, self.kept or self.current[0]}
+        await asyncio.to_thread(self.writer.prune, self.kept_versions, roots)
 
     def _set_current(self, weights: Path, version: int) -> None:
         if version != self.current[1]:  # else all weights replace a refused difference
@@ -220,7 +210,7 @@ class Publisher:
         """
         async with self._update_lock, aiohttp.ClientSession() as http:
             skipped = await self._unresponsive(http)
-            updated, failed = await self._update_in_rounds(http, *self.current, skipped, set())
+            updated, failed = await self._update_in_rounds(http, skipped, set())
         await self._set_service(updated, failed)
 
     async def _set_service(self, updated: set[str], failed: dict[str, EngineError]) -> None:
@@ -286,17 +276,17 @@ class Publisher:
         engines = [EngineControl(url, http) for url in self.engines() if url not in skipped]
         if self.sender is not None:
             data = await asyncio.to_thread((weights / delta_files.FILE).read_bytes)
-            results = await asyncio.gather(*(_send_delta(engine, data, version) for engine in engines))
+            sends = (engine.send_difference(data, version) for engine in engines)
+            errors: Errors = await asyncio.gather(*map(_error_of, sends))
         else:
-            results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
-        refused = [error for error in results if error is not None and not error.retryable]
-        if refused:
-            self.writer.on_refused(str(refused[0]))
+            errors = await self._load(engines, weights, version)
+        if (refusal := _refusal(errors)) is not None:
+            self.writer.on_refused(str(refusal))
             full = await run_to_completion(asyncio.to_thread(self.writer.write_full, version))
             self._set_current(full, version)
         elif engines:
             self.writer.on_loaded()
-        return {engine.url for engine, error in zip(engines, results, strict=True) if error is None}
+        return {engine.url for engine, error in zip(engines, errors, strict=True) if error is None}
 
     async def check_samples(self) -> None:
         """Raises IncompatibleEngineError if an engine's tokens cannot be trained on.
@@ -304,17 +294,13 @@ class Publisher:
         Engines that do not respond are skipped.
         """
         async with aiohttp.ClientSession() as http:
-            checks = [
-                EngineControl(url, http).check_sample(
-                    self.listed_ids, kept_ids=self.kept_ids, routed=self.routed
-                )
-                for url in self.engines()
-            ]
-            for result in await asyncio.gather(*checks, return_exceptions=True):
-                if isinstance(result, BaseException) and not (
-                    isinstance(result, EngineError) and result.retryable
-                ):
-                    raise result
+            checks = [_error_of(self._check(EngineControl(url, http))) for url in self.engines()]
+            refusal = _refusal(await asyncio.gather(*checks))
+        if refusal is not None:
+            raise refusal
+
+    async def _check(self, engine: EngineControl) -> None:
+        await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids, routed=self.routed)
 
     async def update(self, url: str) -> int:
         """Load the current version on a new engine; returns the version.
@@ -324,7 +310,7 @@ class Publisher:
         weights, version = self.current
         async with aiohttp.ClientSession() as http:
             engine = EngineControl(url, http)
-            await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids, routed=self.routed)
+            await self._check(engine)
             await self._read(engine, weights, version)
         self.unavailable.discard(url)
         return version
@@ -369,13 +355,11 @@ class Publisher:
     async def _update_in_rounds(
         self,
         http: aiohttp.ClientSession,
-        weights: Path,
-        version: int,
         unresponsive: set[str],
         sent: set[str],
         keep_kv_of: int | None = None,
     ) -> tuple[set[str], dict[str, EngineError]]:
-        """Load on all responsive engines, and retry those that may yet succeed.
+        """Load the current version on all responsive engines, and retry those that may yet succeed.
 
         Each round lists the engines anew, as a restart may move one to another URL.
 
@@ -404,7 +388,7 @@ class Publisher:
             if attempt > 1:  # an exited engine restarts meanwhile, with the current version
                 await asyncio.sleep(backoff_s(attempt - 2, BACKOFF_S, BACKOFF_MAX_S))
             engines = [EngineControl(url, http, keep_kv_of) for url in remaining]
-            results = await asyncio.gather(*(self._load(engine, weights, version) for engine in engines))
+            results = await self._load(engines, *self.current)
             for url, error in zip(remaining, results, strict=True):
                 failed.pop(url, None)
                 if error is None:
@@ -422,12 +406,8 @@ class Publisher:
         there = {self.serves(url) for url in urls if url not in away}
         return {url for url in away if self.serves(url) in there}
 
-    async def _load(self, engine: EngineControl, weights: Path, version: int) -> EngineError | None:
-        try:
-            await self._read(engine, weights, version)
-        except EngineError as error:
-            return error
-        return None
+    async def _load(self, engines: Iterable[EngineControl], weights: Path, version: int) -> Errors:
+        return await asyncio.gather(*(_error_of(self._read(one, weights, version)) for one in engines))
 
     async def _read(self, engine: EngineControl, weights: Path, version: int) -> None:
         """Deliver weights to an engine's node and load them. Raises EngineError."""
@@ -439,31 +419,15 @@ class Publisher:
             ) from error
         await engine.load(path, version)
 
-    def _prune(self) -> None:
-        """Remove candidates, incomplete versions, all but the last two, and unneeded differences."""
-        directory = self.writer.directory
-        for candidate in directory.glob("candidate-v*"):
-            shutil.rmtree(candidate, ignore_errors=True)
-        roots = {self.current[0], self._earlier, self.kept or self.current[0]}
-        used = {path for root in roots for path in _used_by(root)}
-        # By length first: `v1000000` follows `v999999`.
-        published = sorted(directory.glob("v*"), key=lambda path: (len(path.name), path.name))
-        for old in [*published[: -self.kept_versions], *directory.glob("delta-v*")]:
-            if old not in used:
-                shutil.rmtree(old, ignore_errors=True)
 
-
-async def _send_delta(engine: EngineControl, data: bytes, version: int) -> EngineError | None:
+async def _error_of(action: Awaitable[object]) -> EngineError | None:
     try:
-        await engine.send_difference(data, version)
+        await action
     except EngineError as error:
         return error
     return None
 
 
-def _used_by(weights: Path) -> set[Path]:
-    """Return the directories that a version needs."""
-    try:
-        return set(delta_files.chain(weights))
-    except WeightsError:  # it is damaged, and engines get the next version
-        return {weights}
+def _refusal(errors: Iterable[EngineError | None]) -> EngineError | None:
+    """Return the first error after which another attempt would fail, too."""
+    return next((error for error in errors if error is not None and not error.retryable), None)

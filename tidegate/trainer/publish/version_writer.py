@@ -6,7 +6,8 @@ A difference is used only while it pays: it must have fewer bytes and take no mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from tidegate.weights.delta_files import VersionTensor
 from tidegate.weights.files import WeightsError
 from tidegate.weights.process_group import bytes_of
 
-VERSION, DELTA = "v{:06d}", "delta-v{:06d}"
-"""Directories of a version with all weights and of one that is a difference."""
+VERSION, DELTA, CANDIDATE = "v{:06d}", "delta-v{:06d}", "candidate-v{:06d}"
+"""Directories of a version with all weights, of a difference, and of a version that is tested first."""
 BUCKET_BYTES = 256 * 2**20
 WORTHWHILE = 0.5
 """Largest size of a difference, as a share of all weights; above it reading and decoding cost more time."""
@@ -83,21 +84,24 @@ class VersionWriter:
     def write_full(self, version: int) -> Path:
         """Write a version with all weights. Raises OSError."""
         place = self.directory / VERSION.format(version)
-        self.save(place)
+        self.save_weights(place, dtype=self.dtype)
         self._last = place
         # Not kept: the tensors are as large as the model, and a following difference can read them from the
         # files.
         self._tensors, self._differences = {}, 0
         return place
 
-    def save(self, place: Path) -> None:
-        """Write all weights to a directory. Raises OSError."""
+    def write_candidate(self, version: int) -> Path:
+        """Write all weights of a version that is tested first. Raises OSError."""
+        place = self.directory / CANDIDATE.format(version)
         self.save_weights(place, dtype=self.dtype)
+        return place
 
-    def reset(self) -> None:
-        """Write the next version with all weights: the engines have others than those of the last one."""
+    def promote(self, candidate: Path, version: int) -> Path:
+        """Make a candidate a version; the next one has all weights, as engines had others than the last."""
         self._last = None
         self._tensors = {}
+        return candidate.replace(self.directory / VERSION.format(version))
 
     def on_refused(self, reason: str) -> None:
         """Count a difference that an engine refused; repeated refusals switch differences off."""
@@ -123,6 +127,18 @@ class VersionWriter:
 
     def on_loaded(self) -> None:
         self._refusals = 0
+
+    def prune(self, kept: int, roots: Iterable[Path]) -> None:
+        """Remove candidates, incomplete versions, and all but the last `kept` versions and those that `roots`
+        need."""
+        for candidate in self.directory.glob("candidate-v*"):
+            shutil.rmtree(candidate, ignore_errors=True)
+        used = {path for root in roots for path in _used_by(root)}
+        # By length first: `v1000000` follows `v999999`.
+        published = sorted(self.directory.glob("v*"), key=lambda path: (len(path.name), path.name))
+        for old in [*published[:-kept], *self.directory.glob("delta-v*")]:
+            if old not in used:
+                shutil.rmtree(old, ignore_errors=True)
 
     def _write_delta(self, version: int) -> Path | None:
         """Write the difference from the last version; None if it does not pay."""
@@ -159,3 +175,11 @@ class VersionWriter:
                 data = bytes_of(value.to(dtype, copy=True))
                 tensors[name] = VersionTensor(data, dtype.itemsize)
         return tensors
+
+
+def _used_by(weights: Path) -> set[Path]:
+    """Return the directories that a version needs."""
+    try:
+        return set(delta_files.chain(weights))
+    except WeightsError:  # it is damaged, and engines get the next version
+        return {weights}
