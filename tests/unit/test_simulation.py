@@ -156,7 +156,9 @@ def test_a_sweep_tries_every_split_with_every_bound() -> None:
 
 
 @pytest.mark.parametrize("policies", [{"": 0.004}, {"solver": 0.004, "rival": 0.008}])
-def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path, policies: dict[str, float]) -> None:
+def test_calibration_finds_the_speeds_that_a_run_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], policies: dict[str, float]
+) -> None:
     """Episodes made with known speeds by the engine model itself, written as a run writes them.
 
     Each episode is of one policy; the rival is frozen, and its engine is slower.
@@ -235,7 +237,10 @@ def test_calibration_finds_the_speeds_that_a_run_had(tmp_path: Path, policies: d
     assert [turn.before_s for (turn,) in found.agent.episodes] == pytest.approx([0.05] * len(lines), abs=1e-3)
     trained = {turn.policy: turn.trained for (turn,) in found.agent.episodes}
     assert trained == {name: name != "rival" for name in policies}
-    assert SimulatedRun(found.with_(agent={"alike": 0.0}).model_copy(update={"steps": 5})).run().steps == 4
+    words = ["--steps=5", "--agent.alike=0", *(f"--policies.{name}.count=2" for name in policies if name)]
+    assert main(["simulate", "--from", str(tmp_path), "--json", *words]) == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert (cell["steps"], cell["engines"]) == (4, 4 if len(policies) > 1 else 1)
 
 
 def test_a_step_waits_for_the_engines_of_every_policy() -> None:

@@ -52,7 +52,8 @@ def load(
 
 def overlay(model: Model, overrides: Sequence[str]) -> Model:
     """Returns a copy of settings with dotted overrides; raises ConfigError."""
-    return _load(type(model), model.model_dump(), overrides, None)
+    # A default may be one that no one may set, such as infinity.
+    return _load(type(model), model.model_dump(exclude_unset=True), overrides, None)
 
 
 def _part(raw: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
