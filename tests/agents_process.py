@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import AgentSettings
 from tidegate.evaluation.offers import AttemptServer
+from tidegate.settings.run import AgentSettings
 from tidegate.trainer.processes.agents import AgentProcess, supervise_agents
 from tidegate.types import TaskView
 

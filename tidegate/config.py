@@ -7,18 +7,18 @@ settings = load_settings(Path("config.toml"), ["--trainer.max_staleness", "1"])
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tidegate import __version__
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.policies import PolicySettings, check_policies
-from tidegate.settings.reading import load
-from tidegate.settings.sections import DirectoryName, Processes, SettingsSection, to_toml
+from tidegate.settings.reading import STARTED, load
+from tidegate.settings.run import AgentSettings, ClusterSettings, RunSettings
+from tidegate.settings.sections import SettingsSection, to_toml
 from tidegate.settings.servers import (
     VLLM_RANKS,
     EngineSettings,
@@ -37,82 +37,6 @@ __all__ = [
     "ENDLESS", "EngineSettings", "EnvSettings", "EvalSettings", "GatewaySettings", "LoRASettings",
     "ModelSettings", "Settings", "TrainerSettings", "load_settings",
 ]  # fmt: skip
-
-
-class RunSettings(SettingsSection):
-    name: DirectoryName = "run"
-    """Name of the run; its directory is `<dir>/<name>`."""
-    dir: Path = Path("runs")
-    """Directory that contains the runs."""
-    seed: int = 0
-    """Seed of the policy's random generators and of the sampling in every session."""
-    live_view: bool = True
-    """Show the live view if the terminal supports it; otherwise plain lines."""
-    loggers: list[Literal["tensorboard", "wandb", "mlflow", "trackio", "opentelemetry"]] = []
-    """Metrics loggers in addition to `metrics.jsonl`; each is installed by the extra of the same name."""
-
-
-LOCAL_ONLY = ("use", "options", "workers")
-
-
-class AgentSettings(SettingsSection):
-    selector: ClassVar[str] = "source"
-    of_kind: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(LOCAL_ONLY, "local"), "heartbeat_s": "remote"
-    }  # fmt: skip
-
-    source: Literal["local", "remote", "client"] = "local"
-    """Where episodes come from. local: agents in processes that the run starts; remote: agents in remote
-    workers, which the command `tidegate worker` starts; client: your own programs, which form groups of
-    episodes with `tidegate.client` and a key of `gateway.keys`, and for which the run starts nothing."""
-    use: str = "solver"
-    """Name of a built-in agent, or `file.py:ClassOrFunction`."""
-    options: dict[str, Any] = {}
-    """Arguments of the agent's constructor or function."""
-    deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """Deadline of an attempt, including its set-up; rewards have `env.reward_timeout_s`."""
-    max_concurrency: Annotated[int, Field(ge=1)] = 128
-    """Episodes that run at the same time. A group starts only if all of its episodes fit; a larger one runs
-    alone."""
-    workers: Processes = 1
-    """Agent processes, which share the attempts."""
-    heartbeat_s: Annotated[float, Field(gt=0)] = 10.0
-    """Interval of a remote worker's heartbeats. After three intervals without one its attempts are lost, and
-    attempted again."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> AgentSettings:
-        if self.source != "local" and (idle := self.other_than_default(*LOCAL_ONLY)):
-            instead = "it is given to tidegate worker" if self.source == "remote" else "clients run the agent"
-            raise ValueError(f'agent.{idle[0]} has no effect with agent.source = "{self.source}": {instead}')
-        if self.source == "client" and self.other_than_default("max_concurrency"):
-            raise ValueError('agent.max_concurrency has no effect with agent.source = "client"')
-        if self.source != "remote" and self.other_than_default("heartbeat_s"):
-            raise ValueError('agent.heartbeat_s has no effect without agent.source = "remote"')
-        return self
-
-
-Resources = dict[str, Annotated[float, Field(gt=0)]]
-
-
-class ClusterSettings(SettingsSection):
-    """Resources that processes reserve on a Ray cluster (`tidegate train --cluster`), such as
-    `{CPU = 4, GPU = 1}`. Defaults: a CPU per thread of the process, and a GPU if its device is cuda."""
-
-    trainer: Resources = {}
-    """Resources of each trainer rank, such as `{CPU = 4, GPU = 1}`."""
-    engine: Resources = {}
-    """Resources of each engine; SGLang and vLLM reserve one GPU by default."""
-    gateway: Resources = {}
-    """Resources of the gateway with its shards, on the node of the first trainer rank."""
-    agents: Resources = {}
-    """Resources of each agent process."""
-    env: Resources = {}
-    """Resources of the environment service."""
-    environment: list[str] = []
-    """Environment variables for processes on other nodes, in addition to those of docs/ray.md."""
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Timeout of the reservation of these resources on the cluster."""
 
 
 class Settings(SettingsSection):
@@ -236,13 +160,8 @@ class Settings(SettingsSection):
                 'trainer.routing_replay needs engine.kind = "embedded" or "sglang": tidegate vllm returns no '
                 "experts of tokens"
             )
-        asked = "--return-sampling-mask"
-        if (
-            self.engine.kind == "vllm"
-            and self.sampling.records_kept_ids
-            and not self.engine.urls
-            and asked not in self.engine.arguments
-        ):
+        asked, own_vllm = "--return-sampling-mask", self.engine.kind == "vllm" and not self.engine.urls
+        if own_vllm and self.sampling.records_kept_ids and asked not in self.engine.arguments:
             raise ValueError(
                 "sampling.top_p, top_k, min_p and narrowed_by_agents need the ids that vLLM keeps, which it "
                 f'returns with engine.arguments = ["{asked}"]; add it, which switches vLLM\'s fast '
@@ -378,14 +297,7 @@ class Settings(SettingsSection):
         if (source == "client") != (promotion.mode == "canary"):
             needs = '"client"' if promotion.mode == "canary" else '"local" or "remote"'
             raise ValueError(f'{name} needs agent.source = {needs}, not "{source}"')
-        engines = len(self.engine.urls) or self.engine.count
-        if engines <= promotion.engines:
-            raise ValueError(
-                f"{name} needs more than trainer.promotion.engines = {promotion.engines} engines, and there "
-                f"are {engines}: raise engine.count"
-            )
-        if self.gateway.shards > 1:
-            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
+        self._check_reserved(name, f"trainer.promotion.engines = {promotion.engines}", promotion.engines)
         if self.trainer.publish_interval == "never":
             raise ValueError(f'{name} has no effect with trainer.publish_interval = "never"')
 
@@ -394,11 +306,8 @@ class Settings(SettingsSection):
         reserved = self.eval.engines
         if not reserved:
             return
-        name, engines = f"eval.engines = {reserved}", len(self.engine.urls) or self.engine.count
-        if engines <= reserved:
-            raise ValueError(f"{name} needs more engines, and there are {engines}: raise engine.count")
-        if self.gateway.shards > 1:
-            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
+        name = f"eval.engines = {reserved}"
+        self._check_reserved(name, str(reserved), reserved)
         if self.trainer.publish_transport != "files":
             raise ValueError(f'{name} needs trainer.publish_transport = "files"')
         if self.trainer.promotion.mode != "always":
@@ -406,6 +315,15 @@ class Settings(SettingsSection):
                 f'{name} contradicts trainer.promotion.mode = "{self.trainer.promotion.mode}", which '
                 "reserves engines itself: remove one of the two"
             )
+
+    def _check_reserved(self, name: str, limit: str, reserved: int) -> None:
+        """Raises ValueError if a feature that reserves engines leaves none, or gateways are sharded."""
+        if (engines := len(self.engine.urls) or self.engine.count) <= reserved:
+            raise ValueError(
+                f"{name} needs more than {limit} engines, and there are {engines}: raise engine.count"
+            )
+        if self.gateway.shards > 1:
+            raise ValueError(f"{name} needs gateway.shards = 1, not {self.gateway.shards}")
 
     def _check_teacher(self) -> None:
         """Raises ValueError if settings contradict `trainer.teacher`."""
@@ -484,25 +402,7 @@ def saved(settings: Settings) -> str:
     where = json.dumps(str(Path.cwd()), ensure_ascii=False)
     unused = None if settings.policies else {"policies"}
     values = settings.model_dump(mode="json", exclude=unused)
-    return f"# Tidegate {__version__}, {_STARTED}{where}\n{to_toml(values)}"
-
-
-_STARTED = "started in "
-
-
-def start_directory(config: Path) -> Path | None:
-    """Returns the directory to which relative paths in a run's `config.toml` refer.
-
-    None if the file names none, or the run has been moved or copied since: the paths in it are those of
-    another run then.
-    """
-    try:
-        text = config.read_text(encoding="utf-8")
-        start = Path(json.loads(text.partition("\n")[0].partition(_STARTED)[2]))
-        run = tomllib.loads(text)["run"]
-        return start if (start / run["dir"] / run["name"]).samefile(config.parent) else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return f"# Tidegate {__version__}, {STARTED}{where}\n{to_toml(values)}"
 
 
 def load_settings(path: Path | None, overrides: Sequence[str] = ()) -> Settings:

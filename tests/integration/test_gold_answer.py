@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tests.fakes import Stage, staged
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.config import AgentSettings, load_settings
+from tidegate.config import load_settings
 from tidegate.envs.base import Environment
 from tidegate.envs.rewards import Reward
 from tidegate.observer import Silent
+from tidegate.settings.run import AgentSettings
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.batch.batcher import Batcher

@@ -213,7 +213,7 @@ REGISTRATIONS = [
     ("tidegate/gateway/sessions/model_calls.py", "            branch=self.branch,\n", _FILLED),
     ("tidegate/gateway/journal/schema.py", '\n"""Version of this schema;', " + 1"),
     (JOURNAL, '}\n"""A value of each field', '    11: {"prompt_tokens": 3},\n'),
-    ("tidegate/config.py", '"tensorboard",', '"calendar", '),
+    ("tidegate/settings/run.py", '"tensorboard",', '"calendar", '),
     ("pyproject.toml", "tensorboard = [", "calendar = []\n"),
     ("tidegate/cli/__init__.py", "init,\n    judge,", "hello, "),
     ("tidegate/cli/__init__.py", "init,\n    convert,\n    doctor,\n    sft,", "hello, "),

@@ -118,7 +118,7 @@ def enter_start_directory(config: Path, *paths: Path | None) -> list[Any]:
     Returns:
         These paths, absolute if the working directory was changed.
     """
-    from tidegate.config import start_directory
+    from tidegate.settings.reading import start_directory
 
     start = start_directory(config)
     if start is None or start.samefile(Path.cwd()):

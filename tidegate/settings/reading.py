@@ -6,6 +6,7 @@ Errors about unknown keys name the nearest known one.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from tidegate.settings.sections import (
 )
 
 Model = TypeVar("Model", bound=BaseModel)
+STARTED = "started in "
+"""Text before the directory of the start, in the first line of a run's `config.toml`."""
 
 
 def load(
@@ -308,3 +311,18 @@ def _instead(key: str, model: type[BaseModel]) -> str:
     if not close and not section:
         return _AS_WRITTEN
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def start_directory(config: Path) -> Path | None:
+    """Returns the directory to which relative paths in a run's `config.toml` refer.
+
+    None if the file names none, or the run has been moved or copied since: the paths in it are those of
+    another run then.
+    """
+    try:
+        text = config.read_text(encoding="utf-8")
+        start = Path(json.loads(text.partition("\n")[0].partition(STARTED)[2]))
+        run = tomllib.loads(text)["run"]
+        return start if (start / run["dir"] / run["name"]).samefile(config.parent) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

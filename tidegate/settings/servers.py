@@ -339,15 +339,9 @@ class SamplingSettings(SettingsSection):
 
         top_k = self.top_k or (DEFAULT_KEPT if self.top_p < 1 or self.min_p else -1)
         return Sampling(
-            self.temperature,
-            self.top_p,
-            top_k,
-            self.min_p,
-            self.narrowed_by_agents,
-            self.max_tokens,
-            listed_ids,
-            routed_experts,
-        )
+            self.temperature, self.top_p, top_k, self.min_p, self.narrowed_by_agents, self.max_tokens,
+            listed_ids, routed_experts,
+        )  # fmt: skip
 
 
 class ClientEpisodes(SamplingSettings):

@@ -21,9 +21,9 @@ from tests.agents_process import Agents, started
 from tests.fakes import staged
 from tests.scripted_llm import scripted_llm, tool_call
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.config import AgentSettings
 from tidegate.errors import ConfigError, StartError
 from tidegate.gateway.client import GatewayClient
+from tidegate.settings.run import AgentSettings
 from tidegate.trainer.processes import agents as agent_processes
 from tidegate.trainer.processes.agents import AgentProcess, GatewayWorkers, supervise_agents
 from tidegate.trainer.processes.provider import GatewayAccess

@@ -28,11 +28,7 @@ from tidegate.trainer.batch.rows import (
 )
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.checkpoint import OPTIMIZER, Storable
-from tidegate.trainer.checkpoint.huggingface import (
-    cast,
-    tokenizer_files,
-    write_model,
-)
+from tidegate.trainer.checkpoint.huggingface import cast, tokenizer_files, write_model
 from tidegate.trainer.checkpoint.shards import raise_hidden_os_error
 from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics

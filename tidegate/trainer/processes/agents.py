@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from tidegate.config import AgentSettings
 from tidegate.errors import ConfigError, GatewayError, StartError
 from tidegate.gateway.client import ADMIN_KEY, WORKER_KEY, GatewayClient
 from tidegate.service.address import reachable_address
 from tidegate.service.service import Service
+from tidegate.settings.run import AgentSettings
 from tidegate.trainer.processes.provider import GatewayAccess, ServerProcess
 
 SECRET_VARIABLES = (ADMIN_KEY, WORKER_KEY)

@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import AgentSettings, EngineSettings, Settings
+from tidegate.config import EngineSettings, Settings
 from tidegate.errors import StartError
 from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
 from tidegate.settings.reading import arguments_of
+from tidegate.settings.run import AgentSettings
 from tidegate.settings.servers import (
     VLLM_RANKS,
     EmbeddedEngine,

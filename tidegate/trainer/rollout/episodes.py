@@ -9,9 +9,9 @@ import random
 import time
 from collections.abc import Callable
 
-from tidegate.config import AgentSettings
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient, SessionSummary
+from tidegate.settings.run import AgentSettings
 from tidegate.types import Sampling, Split, Task
 
 WORKERS_POLL_S = 1.0

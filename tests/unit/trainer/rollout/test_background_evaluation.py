@@ -228,7 +228,7 @@ BESIDE = ["--eval.beside_training=true", "--eval.engines=1"]
         (["--eval.engines=1"], "engines has no effect without beside_training"),
         (["--eval.max_versions=3"], "max_versions has no effect without beside_training"),
         (["--eval.beside_training=true", "--eval.every=0"], "beside_training has no effect without eval"),
-        (BESIDE, "eval.engines = 1 needs more engines, and there are 1"),
+        (BESIDE, "eval.engines = 1 needs more than 1 engines, and there are 1"),
         ([*BESIDE, "--engine.count=2", "--gateway.shards=2"], "needs gateway.shards = 1, not 2"),
         (
             [*BESIDE, "--engine.count=2", "--trainer.publish_transport=broadcast"],
