@@ -21,7 +21,7 @@ from tidegate.progress import Progress
 from tidegate.rag.corpus import corpus
 from tidegate.rag.corpus.corpus import Corpus
 from tidegate.rag.corpus.ingest import ingest
-from tidegate.rag.corpus.source import Extent, extent, source_files
+from tidegate.rag.corpus.source import count_rows, source_files
 from tidegate.rag.encoders import (
     WORD_RULES,
     Dtype,
@@ -30,7 +30,6 @@ from tidegate.rag.encoders import (
     HashEncoder,
     load_encoder,
 )
-from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index import bm25, vector_index
 from tidegate.rag.index.bm25 import build_bm25, require_bm25s
 from tidegate.rag.index.index_types import IndexKind, check_kind, choose
@@ -126,8 +125,14 @@ def build(plan: Plan, progress: Progress, encoder: Encoder | None = None) -> Man
     with DirectoryLock(plan.out, "tidegate rag build"):
         manifest = _existing(plan, generation, progress)
         if manifest is None:
-            manifest = _Build(plan, generation, progress, encoder).run(files)
-            manifest.write(plan.out)
+            try:
+                manifest = _Build(plan, generation, progress, encoder).run(files)
+                manifest.write(plan.out)
+            except OSError as error:
+                raise StorageError(
+                    f"--out {plan.out}: cannot write the index: {error.strerror or error}; free space, "
+                    "then run the same command again, which resumes the build"
+                ) from error
         _remove_leftovers(plan.out, generation)
     return manifest
 
@@ -155,10 +160,12 @@ class _Build:
             )  # fmt: skip
         if plan.bm25:
             require_bm25s()
-        size = extent(files)
-        self._announce(size, encoder)
+        if encoder is not None and (prefixes := encoder.prefixes) != EncoderPrefixes():
+            self.progress.print(
+                f"prefixes: {prefixes.query!r} for queries, {prefixes.passage!r} for passages"
+            )
         self.directory.mkdir(exist_ok=True)
-        documents = ingest(files, self.directory, plan.shard, size.documents, self.progress.stage("read"))
+        documents = ingest(files, self.directory, plan.shard, count_rows(files), self.progress.stage("read"))
         if plan.bm25:
             build_bm25(documents, self.directory, self.progress.stage("BM25"))
         entry = None if encoder is None else self._index(documents, encoder)
@@ -174,23 +181,6 @@ class _Build:
             files=tuple(FileEntry.of(self.directory, name) for name in self._files(entry)),
             versions=versions(),
         )
-
-    def _announce(self, size: Extent, encoder: Encoder | None) -> None:
-        """Prints the estimated resources and checks the disk, before the build starts."""
-        kind, dimension = None, 0
-        if encoder is not None:
-            dimension, prefixes = encoder.dimension, encoder.prefixes
-            kind = self.plan.kind or choose(size.documents, dimension).kind
-            if prefixes != EncoderPrefixes():
-                self.progress.print(
-                    f"prefixes: {prefixes.query!r} for queries, {prefixes.passage!r} for passages"
-                )
-        needed = estimate(size, kind, dimension, self.plan.bm25)
-        self.progress.print(needed.summary())
-        check_disk(self.plan.out, needed)
-        warning = memory_warning(needed)
-        if warning is not None:
-            self.progress.print(f"warning: {warning}")
 
     def _index(self, documents: Corpus, encoder: Encoder) -> IndexEntry:
         plan = self.plan

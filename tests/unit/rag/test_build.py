@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -123,7 +124,6 @@ def test_what_was_half_written_is_cut_off(tmp_path: Path) -> None:
 
 def test_the_same_build_again_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, said = build_quietly(plan_of(tmp_path))
-    assert f"about {COUNT} documents" in said
     assert "index flat: exact" in said
     assert "against exact search: flat, recall@10 1.000" in said
     calls = counted(monkeypatch)
@@ -223,6 +223,17 @@ def test_settings_that_do_not_apply_are_refused(tmp_path: Path, changes: dict[st
 def test_another_target_of_recall_is_another_index(tmp_path: Path) -> None:
     names = {plan_of(tmp_path, recall=recall).generation([]) for recall in (None, 0.9, 0.99)}
     assert len(names) == 3
+
+
+def test_a_disk_that_is_full_ends_the_build_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build_module, "ingest", fail)
+    with pytest.raises(StorageError, match=r"No space left on device; free space, .* resumes the build"):
+        build_quietly(plan_of(tmp_path))
 
 
 def test_two_builds_of_one_directory_exclude_each_other(tmp_path: Path) -> None:

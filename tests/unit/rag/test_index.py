@@ -12,19 +12,14 @@ import numpy as np
 import pytest
 
 from tests.rag_corpus import build_quietly, passages, write_jsonl
-from tidegate.errors import ConfigError, CorpusError, StorageError
+from tidegate.errors import ConfigError, CorpusError
 from tidegate.progress import Progress
-from tidegate.rag import estimate as estimates
 from tidegate.rag.build import Plan
-from tidegate.rag.corpus.source import Extent
 from tidegate.rag.encoders import HashEncoder
-from tidegate.rag.estimate import check_disk, estimate, memory_warning
 from tidegate.rag.index.index_types import (
-    KINDS,
     IndexKind,
     choose,
     code_bytes,
-    index_bytes,
     nlist,
     subquantizers,
 )
@@ -52,14 +47,6 @@ def test_the_kind_follows_the_size(count: int, dimension: int, kind: IndexKind) 
     choice = choose(count, dimension)
     assert choice.kind == kind
     assert choice.reason
-
-
-def test_what_a_wikipedia_takes() -> None:
-    sizes = {kind: index_bytes(kind, *WIKI) / 1e9 for kind in KINDS}
-    assert sizes["flat"] == pytest.approx(64.6, rel=0.01)
-    assert sizes["sq8"] == pytest.approx(16.1, rel=0.01)
-    assert sizes["ivf-sq8"] == pytest.approx(16.4, rel=0.01)
-    assert sizes["ivf-pq"] == pytest.approx(2.2, rel=0.03)
 
 
 @pytest.mark.parametrize(("dimension", "bytes"), [(768, 96), (384, 48), (1024, 128), (100, 10), (7, 1)])
@@ -108,8 +95,7 @@ def test_each_kind_finds_what_it_should_and_takes_what_was_said(
     assert (np.diff(scores, axis=1) <= 0).all()
     size = sum((tmp_path / name).stat().st_size for name in files(kind))
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files(kind))
-    assert size == pytest.approx(index_bytes(kind, 6000, 32), rel=0.1)
-    assert code_bytes(kind, 32) <= 32 * 4 + 8
+    assert 0 <= size - 6000 * code_bytes(kind, 32) < 60_000, "centroids, tables and headers"
 
 
 @pytest.mark.slow
@@ -325,27 +311,6 @@ def test_a_query_of_unknown_words_has_no_document_by_bm25(whole: Path) -> None:
     searcher = Searcher(whole, threads=1)
     assert searcher.search(["xylophone", "the", ""], [5, 5, 5], "bm25") == [[], [], []]
     assert len(searcher.search(["", "judge"], [1000, 1000], "bm25")[1]) == 14
-
-
-def test_the_estimate_counts_vectors_and_words() -> None:
-    found = Extent(WIKI[0], 14_000_000_000)
-    flat, pq = estimate(found, "flat", 768, False), estimate(found, "ivf-pq", 768, False)
-    assert flat.disk_peak - flat.disk == WIKI[0] * WIKI[1] * 4
-    assert flat.ram_peak > 64e9 > 8e9 > pq.ram_peak
-    assert "21,015,324 documents" in flat.summary()
-    words = estimate(found, None, 0, True)
-    assert words.disk > found.bytes
-    assert memory_warning(estimate(Extent(10**12, 10**15), "flat", 768, False)) is not None
-    assert memory_warning(estimate(Extent(10, 10), "flat", 768, True)) is None
-
-
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(estimates.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    needed = estimate(Extent(100, 10_000), "flat", 2048, False)
-    with pytest.raises(StorageError, match=r"has 1.0 kB left, and the build needs 1.7 MB.*smaller --index"):
-        check_disk(tmp_path, needed)
 
 
 def test_an_index_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -51,18 +51,9 @@ class SourceRow:
         return Document(id, title, text)
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Size of a corpus; approximate if the files are large."""
-
-    documents: int
-    bytes: int
-
-
-def extent(files: Sequence[Path]) -> Extent:
-    """Estimates the size of a corpus from the first megabytes of each file."""
-    sizes = [_parquet_extent(path) if path.suffix == ".parquet" else _jsonl_extent(path) for path in files]
-    return Extent(sum(size.documents for size in sizes), sum(size.bytes for size in sizes))
+def count_rows(files: Sequence[Path]) -> int:
+    """Returns the number of rows; approximate if files are large, from the first megabytes of each."""
+    return sum(_parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path) for path in files)
 
 
 def source_files(paths: Sequence[Path]) -> list[Path]:
@@ -141,23 +132,19 @@ def _jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
-def _jsonl_extent(path: Path) -> Extent:
+def _jsonl_rows(path: Path) -> int:
     with _open(path) as (stored, file):
         sample = file.read(_SAMPLE_BYTES)
         lines = sum(1 for line in sample.splitlines() if line.strip())
         if len(sample) < _SAMPLE_BYTES:
-            return Extent(lines, len(sample))
+            return lines
         # For a gzipped file, `tell` is the position in the compressed file.
-        factor = path.stat().st_size / stored.tell()
-    return Extent(int(lines * factor), int(len(sample) * factor))
+        return int(lines * path.stat().st_size / stored.tell())
 
 
-def _parquet_extent(path: Path) -> Extent:
+def _parquet_rows(path: Path) -> int:
     with _open_parquet(path) as file:
-        columns = [file.schema_arrow.get_field_index(name) for name in _columns(file)]
-        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
-        size = sum(group.column(column).total_uncompressed_size for group in groups for column in columns)
-        return Extent(file.metadata.num_rows, size)
+        return int(file.metadata.num_rows)
 
 
 def _parsed(line: bytes) -> Mapping[str, Any]:

@@ -66,13 +66,6 @@ def code_bytes(kind: IndexKind, dimension: int) -> int:
     return codes[kind.removeprefix("ivf-")] + (_ROW if kind.startswith("ivf") else 0)
 
 
-def index_bytes(kind: IndexKind, count: int, dimension: int) -> int:
-    """Returns the bytes of the index, including centroids and code tables."""
-    centroids = nlist(count) * dimension * FLOAT32 if kind.startswith("ivf") else 0
-    tables = 256 * dimension * FLOAT32 if kind == "ivf-pq" else 0
-    return count * code_bytes(kind, dimension) + centroids + tables
-
-
 def subquantizers(dimension: int) -> int:
     """Returns the bytes of a product-quantised code: the dimension's divisor nearest to an eighth of it."""
     divisors = [number for number in range(1, dimension + 1) if dimension % number == 0]
