@@ -9,7 +9,9 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -19,16 +21,19 @@ from tests.integration.engine.engine_http import Client
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tests.waiting import eventually
-from tidegate.config import TrainerSettings
+from tidegate.config import Settings, TrainerSettings
 from tidegate.gateway.engines.engine import Affinity, EngineEndpoint, EngineRecord, PoolOptions
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult
-from tidegate.service.service import Service
+from tidegate.service.service import LOOPBACK, Service
 from tidegate.trainer.policy.policy import Policy
+from tidegate.trainer.processes.servers import engine_server
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
 
-RANK = 8
+LORA: dict[str, Any] = {"rank": 8, "publish": "adapter"}
+LORA_OF = {"a": {}, "b": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+"""Two policies: SGLang and vLLM pad the adapters of the second one."""
 PROMPT = list(range(1, 65))
 
 
@@ -41,28 +46,36 @@ class Adapters:
     merged: list[Path]
 
 
-def make_adapters(directory: Path) -> Adapters:
+def make_adapters(directory: Path, name: str = "", **lora: Any) -> Adapters:
     base = directory / "base"
-    make_tiny_model(base, vocab=640, hidden=128)
-    make_tokenizer().save_pretrained(base)
+    if not base.exists():
+        make_tiny_model(base, vocab=640, hidden=128)
+        make_tokenizer().save_pretrained(base)
     made = Adapters(base, [], [])
     for seed in range(3):
-        policy = Policy.load(base, TrainerSettings(lora={"rank": RANK, "publish": "adapter"}), seed)
+        policy = Policy.load(base, TrainerSettings(lora=LORA | lora), seed)
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter.data, std=0.05)
-        made.adapters.append(policy.save_adapter(directory / f"adapter{seed}"))
-        made.merged.append(policy.save_weights(directory / f"merged{seed}"))
+        made.adapters.append(policy.save_adapter(directory / name / f"adapter{seed}"))
+        made.merged.append(policy.save_weights(directory / name / f"merged{seed}"))
     return made
 
 
 class Published:
-    """A server behind the gateway's pool, and the trainer's publisher."""
+    """A server behind the gateway's pool, and the trainer's publisher.
+
+    `given` has the adapters by policy, of a single one under "". With several the server starts without any.
+    """
 
     def __init__(
-        self, given: Adapters, directory: Path, make: Callable[[Callable[[], tuple[Path, int]]], Service]
+        self,
+        given: dict[str, Adapters],
+        directory: Path,
+        make: Callable[[Callable[[], tuple[Path, int]]], Service],
     ) -> None:
         self.given = given
+        self.directory = directory
         self.service = make(lambda: self.publisher.startable)
         self.pool = EnginePool(PoolOptions(probe_every_s=3600.0))  # by announcements alone
         self.url = ""
@@ -73,7 +86,8 @@ class Published:
             quarantine=self._nothing,
             restore=self._nothing,
             announce=self.announce,
-            current=(given.adapters[0], 0),
+            serves=lambda url: min(given),
+            current=(given[""].adapters[0] if "" in given else given["a"].base, 0),
             retry_s=0.0,
         )
 
@@ -81,11 +95,14 @@ class Published:
 
     def _save(self, directory: Path, dtype: str) -> None:
         version = int(directory.name.removeprefix("v"))
-        shutil.copytree(self.given.adapters[version % 3], directory)
+        for name, given in self.given.items():
+            shutil.copytree(given.adapters[version % 3], directory / name)
 
     async def start(self) -> None:
         self.url = await self.service.start()
         await self.announce(self.url)
+        if "" not in self.given:
+            await self.publisher.publish_start()
 
     async def announce(self, url: str) -> None:
         """As the gateway does when the trainer admits an engine."""
@@ -101,41 +118,50 @@ class Published:
         return endpoint
 
     async def sample(
-        self, prompt: list[int], count: int, seen: Callable[[int], None] = lambda _: None
+        self, prompt: list[int], count: int, seen: Callable[[int], None] = lambda _: None, policy: str = ""
     ) -> GenerateResult:
         params = {"temperature": 1.0, "ignore_eos": True}
-        order = GenerateRequest(np.array(prompt, np.int32), params, count, stream=True)
+        order = GenerateRequest(np.array(prompt, np.int32), params, count, stream=True, adapter=policy)
         deadline = asyncio.get_running_loop().time() + 240
         return await self.pool.sample(order, Affinity("1", "x"), deadline, lambda ids: seen(len(ids)))
 
-    def check(self, prompt: list[int], reply: GenerateResult) -> list[int]:
-        """Every token has the logprob of the merged weights of its version; returns the versions."""
+    def check(self, prompt: list[int], reply: GenerateResult, policy: str = "") -> list[int]:
+        """Every token has the logprob of the merged weights of its version; returns the versions.
+
+        Beside those of several policies, "" is the base model.
+        """
         ends = [0, *(span.end for span in reply.spans)]
         assert ends == [*(span.start for span in reply.spans), len(reply.ids)], "each has a version"
         for version, start, end in reply.spans:
-            expected = recomputed(self.given.merged[version % 3], prompt, reply.ids)
+            base = next(iter(self.given.values())).base
+            whole = self.given[policy].merged[version % 3] if policy in self.given else base
+            expected = recomputed(whole, prompt, reply.ids)
             assert reply.logprobs[start:end] == pytest.approx(expected[start:end], abs=1e-4)
         return [span.version for span in reply.spans]
 
 
 async def publish_during_requests(stand: Published) -> None:
-    """Two publishes while four replies are sampled; no token is of another version than it says."""
+    """Two publishes while replies are sampled; no token is of another version or policy than it says."""
     await stand.start()
-    counts = [0] * 4
+    policies = ["", *stand.given] if len(stand.given) > 1 else [""] * 4
+    counts = [0] * len(policies)
 
     def note(at: int) -> Callable[[int], None]:
         return lambda count: counts.__setitem__(at, count)
 
-    prompts = [[*PROMPT, 100 + number] for number in range(4)]
     async with asyncio.timeout(240), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(stand.sample(one, LONG, note(at))) for at, one in enumerate(prompts)]
+        tasks = [
+            group.create_task(stand.sample(PROMPT, LONG, note(at), policy))
+            for at, policy in enumerate(policies)
+        ]
         for version in (1, 2):
             least = 20 * version
             await eventually(lambda least=least: min(counts) >= least, 120)
             await stand.publisher.publish(version)
         assert not any(task.done() for task in tasks), "the case proves too little"
-    for prompt, task in zip(prompts, tasks, strict=True):
-        assert stand.check(prompt, task.result()) == [0, 1, 2]
+    for policy, task in zip(policies, tasks, strict=True):
+        versions = stand.check(PROMPT, task.result(), policy)
+        assert policy not in stand.given or versions == [0, 1, 2]
 
 
 async def cache_is_of_one_version(stand: Published) -> None:
@@ -149,15 +175,42 @@ async def cache_is_of_one_version(stand: Published) -> None:
     assert stand.check(prompt, after) == [3]
 
 
-async def restarted_server_has_the_adapter(stand: Published) -> None:
+async def restarted_server_has_the_adapters(stand: Published) -> None:
     assert stand.service.pid is not None
     os.kill(stand.service.pid, signal.SIGKILL)
     await stand.service.wait_for_exit()
     await stand.service.restart()
     stand.url = stand.service.url
     await stand.announce(stand.url)
-    reply = await stand.sample(PROMPT, 20)
-    assert stand.check(PROMPT, reply) == [stand.publisher.current[1]]
+    for policy in stand.given:
+        reply = await stand.sample(PROMPT, 20, policy=policy)
+        assert stand.check(PROMPT, reply, policy) == [stand.publisher.current[1]]
+
+
+async def adapters_of_two_policies(
+    kind: str, python: str, arguments: list[str], directory: Path
+) -> list[str]:
+    """A run's engine with two policies, and a frozen one; returns the names of the adapters at the server."""
+    given = {name: make_adapters(directory, name, **lora) for name, lora in LORA_OF.items()}
+    policies = {"base": {"train": False}} | {name: {"lora": LORA | one} for name, one in LORA_OF.items()}
+    settings = Settings.model_validate({
+        "model": {"path": given["a"].base},
+        "engine": {"kind": kind, "python": python, "arguments": arguments},
+        "trainer": {"lora": LORA},
+        "policies": policies,
+    })  # fmt: skip
+    own = settings.of_engines("base")
+    stand = Published(
+        given, directory, lambda now: engine_server(own, "engine", 0, None, directory, LOOPBACK, 0, now)
+    )
+    try:
+        await publish_during_requests(stand)
+        await restarted_server_has_the_adapters(stand)
+        async with aiohttp.ClientSession() as http:
+            _, models = await Client(stand.url, http).get("/v1/models")
+        return [one["id"] for one in models.get("data", [])[1:]]
+    finally:
+        await stand.stop()
 
 
 async def rows_of_two_adapters(engine: Client, given: Adapters, names: dict[str, int]) -> None:

@@ -125,6 +125,17 @@ class Settings(SettingsSection):
         engine = self.engine if own.engine is None else own.engine
         return self.model_copy(update={"model": model, "trainer": trainer, "engine": engine, "policies": {}})
 
+    def of_engines(self, first: str) -> Settings:
+        """Returns the settings of the engines of this name, with the policies that share them, if they do."""
+        names, own = self.engine_sets[first], self.of_policy(first)
+        if len(names) == 1:
+            return own
+        served = {
+            name: self.policies[name].model_copy(update={"lora": self.of_policy(name).trainer.lora})
+            for name in names
+        }
+        return own.model_copy(update={"policies": served})
+
     @property
     def engine_sets(self) -> dict[str, list[str]]:
         """The policies that share engines, by the name of the first one; {"": [""]} of a run without names.

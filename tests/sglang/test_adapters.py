@@ -9,10 +9,11 @@ import pytest
 
 from tests.engine_adapters import (
     Published,
+    adapters_of_two_policies,
     cache_is_of_one_version,
     make_adapters,
     publish_during_requests,
-    restarted_server_has_the_adapter,
+    restarted_server_has_the_adapters,
     rows_of_two_adapters,
 )
 from tests.integration.engine.engine_http import Client
@@ -29,7 +30,7 @@ async def test_adapters_are_published_beside_those_in_use(python: str, tmp_path:
     given = make_adapters(tmp_path)
     settings = EngineSettings(kind="sglang", python=Path(python), arguments=LORA)
     stand = Published(
-        given, tmp_path, lambda now: SGLangServer(settings, now, tmp_path, "engine", 0, options=OPTIONS)
+        {"": given}, tmp_path, lambda now: SGLangServer(settings, now, tmp_path, "engine", 0, options=OPTIONS)
     )
     try:
         await publish_during_requests(stand)
@@ -43,6 +44,10 @@ async def test_adapters_are_published_beside_those_in_use(python: str, tmp_path:
                 "/load_lora_adapter", {"lora_name": "other", "lora_path": str(given.adapters[1])}
             )
             await rows_of_two_adapters(client, given, {"v3": 0, "other": 1})
-        await restarted_server_has_the_adapter(stand)
+        await restarted_server_has_the_adapters(stand)
     finally:
         await stand.stop()
+
+
+async def test_adapters_of_two_policies_are_published_together(python: str, tmp_path: Path) -> None:
+    assert await adapters_of_two_policies("sglang", python, LORA, tmp_path) == ["v2-a", "v2-b"]

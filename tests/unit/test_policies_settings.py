@@ -73,9 +73,9 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
         ({"a": {}, "b": {"earlier": "a", "path": "x"}}, {}, "path has no effect with earlier"),
         ({"a": {}, "b": {"behind": 2}}, {}, "behind has no effect without earlier"),
         (
-            {"a": {"lora": {"rank": 2, "publish": "adapter"}}},
+            {"a": {"lora": {"rank": 600, "publish": "adapter"}}},
             {"engine": {"kind": "vllm", "python": "p"}},
-            'policies.a: with policies, trainer.lora.publish = "adapter" needs engine.kind = "embedded"',
+            "vLLM serves adapters of at most rank 512",
         ),
         ({"a": {}, "b": {"train": False, "learning_rate": 1}}, {}, "learning_rate has no effect"),
         ({"a": {}}, {"trainer": {"ranks": 2}}, "trainer.ranks = 2 is not supported with policies"),

@@ -581,6 +581,36 @@ async def test_requests_name_the_adapter_of_the_live_version(lora: EngineAdapter
         await reply_of(lora, stream=False, lora_path="c")
 
 
+async def test_adapters_of_a_version_that_failed_are_unloaded_with_the_next(
+    lora: EngineAdapter, tmp_path: Path
+) -> None:
+    """The requests before go on with the version that is there as a whole."""
+    server: Any = lora.upstream
+    base = checksum.of_files(tmp_path)
+    for version in "123":
+        for name in "ab":
+            write_adapter(tmp_path / version / name, tmp_path, base)
+    await lora.load_weights(adapter_of("1", tmp_path / "1"))
+    load, loaded = server.load_adapter, list[str]()
+
+    async def one_only(name: str, directory: Path) -> None:
+        if loaded:
+            raise EngineError("vLLM returned HTTP 500: no memory", retryable=True)
+        loaded.append(name)
+        await load(name, directory)
+
+    server.load_adapter = one_only
+    with pytest.raises(EngineError, match="no memory"):
+        await lora.load_weights(adapter_of("2", tmp_path / "2"))
+    assert (lora.version, server.paused) == ("1", False)
+    assert await reply_of(lora, stream=False, lora_path="b") == [5]
+    assert server.models == ["v1-b"]
+    server.load_adapter = load
+    await lora.load_weights(adapter_of("3", tmp_path / "3"))
+    unloaded = {call for call in server.calls if call.startswith("unload")}
+    assert unloaded == {"unload v1-a", "unload v1-b", f"unload {loaded[0]}"}
+
+
 async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(
     lora: EngineAdapter, tmp_path: Path
 ) -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from tests.engine_adapters import (
     Published,
+    adapters_of_two_policies,
     cache_is_of_one_version,
     make_adapters,
     publish_during_requests,
-    restarted_server_has_the_adapter,
+    restarted_server_has_the_adapters,
     rows_of_two_adapters,
 )
 from tests.engine_contract import load
@@ -29,11 +30,11 @@ OPTIONS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
 async def test_adapters_are_published_beside_those_in_use(python: str, tmp_path: Path) -> None:
     given = make_adapters(tmp_path)
     settings = EngineSettings(kind="vllm", python=Path(python), arguments=[*OPTIONS, *ARGUMENTS])
-    stand = Published(given, tmp_path, lambda now: vllm_server(settings, now, tmp_path, "engine", 0))
+    stand = Published({"": given}, tmp_path, lambda now: vllm_server(settings, now, tmp_path, "engine", 0))
     try:
         await publish_during_requests(stand)
         await cache_is_of_one_version(stand)
-        await restarted_server_has_the_adapter(stand)
+        await restarted_server_has_the_adapters(stand)
         async with aiohttp.ClientSession() as http:
             client, names = Client(stand.url, http), {"a": 0, "b": 1}
             for name, number in names.items():
@@ -47,3 +48,7 @@ async def test_adapters_are_published_beside_those_in_use(python: str, tmp_path:
             assert "holds no LoRA adapter" in str(refusal)
     finally:
         await stand.stop()
+
+
+async def test_adapters_of_two_policies_are_published_together(python: str, tmp_path: Path) -> None:
+    await adapters_of_two_policies("vllm", python, ARGUMENTS, tmp_path)

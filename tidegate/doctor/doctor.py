@@ -120,7 +120,7 @@ class Examination:
         if settings.engine.urls:
             return dict.fromkeys((url.rstrip("/") for url in settings.engine.urls), "")
         for policy in settings.engine_sets:
-            own = settings.of_policy(policy)
+            own = settings.of_engines(policy)
             try:
                 engine = LocalProcesses().engines(own, self.folder, partial(_current, own), policy)[0]
                 stack.push_async_callback(engine.stop)

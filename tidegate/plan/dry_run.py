@@ -26,6 +26,7 @@ from tidegate.trainer.processes.servers import (
     gateway_arguments,
     sglang_options,
     vllm_arguments,
+    vllm_engine,
 )
 
 MASK = "…"
@@ -72,7 +73,7 @@ def processes(settings: Settings) -> Iterator[str]:
         yield f"engine    runs already: {', '.join(settings.engine.urls)}"
     else:
         for policy, names in settings.engine_sets.items():
-            own = settings.of_policy(policy)
+            own = settings.of_engines(policy)
             notes = [f"{own.engine.count} of them"] if own.engine.count > 1 else []
             notes += [f"of {', '.join(names)}"] if policy else []
             note = f"  # {', '.join(notes)}" if notes else ""
@@ -121,7 +122,7 @@ def _engine(settings: Settings) -> list[str]:
         server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
         return [*server, "--weight-version", "0", *sglang_options(settings), *engine.numbered(0)]
     if engine.kind == "vllm":
-        return ["tidegate", "vllm", *vllm_arguments(engine, lambda: (model, 0), 0)]
+        return ["tidegate", "vllm", *vllm_arguments(vllm_engine(settings), lambda: (model, 0), 0)]
     if engine.kind != "embedded":
         return ["tidegate", *engine_command(settings, lambda: (model, 0))]
     return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]

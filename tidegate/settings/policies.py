@@ -75,12 +75,6 @@ def check_policies(
             )
         if (policy.engine or engine).kind == "tinker":
             raise ValueError('engine.kind = "tinker" is not supported with policies: use another kind')
-        lora, kind = policy.lora or trainer.lora, (policy.engine or engine).kind
-        if lora.publish == "adapter" and kind != "embedded":
-            raise ValueError(
-                f'policies.{name}: with policies, trainer.lora.publish = "adapter" needs engine.kind = '
-                f'"embedded", not "{kind}"; use "merged"'
-            )
         if (policy.engine or engine).pause != engine.pause:
             raise ValueError(
                 f"policies.{name}.engine.pause must be engine.pause: all engines load a version together"

@@ -143,7 +143,8 @@ class Run:
         loading = asyncio.create_task(self._load_policy(ranks))
         stack.callback(loading.cancel)
         supervisor, note, provider = self._supervisor, self.observer.note, self.provider
-        if settings.trainer.lora.publish == "adapter" and settings.engine.kind in ("sglang", "vllm"):
+        adapters = settings.trainer.lora.publish == "adapter" and not settings.policies  # `publish_start`
+        if adapters and settings.engine.kind in ("sglang", "vllm"):
             # They serve the base model with an adapter from the start: no adapter fits merged weights.
             first = self.dir / "weights" / VERSION.format(start.version)
             save = partial((await loading).save_adapter, first, dtype=settings.engine.weights_dtype)

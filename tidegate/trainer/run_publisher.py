@@ -56,6 +56,9 @@ def make_publisher(
         dtype=dtype, full_every=settings.trainer.publish_full_every if deltas else 1,
         note=note,
     )  # fmt: skip
+    # By the labels of SGLang engines; the others find adapters by the policies' names.
+    own = map(settings.of_policy, settings.policy_names)
+    named = any(one.engine.kind == "sglang" and one.trainer.lora.publish == "adapter" for one in own)
 
     async def deliver(url: str, weights: Path) -> Path:
         """Deliver what an engine loads of a version; returns its path there."""
@@ -73,5 +76,5 @@ def make_publisher(
         durable=ledger.durable, keeps_kv=settings.engine.pause == "in_place",
         listed_ids=settings.trainer.loss.listed_ids,
         kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
-        announce=engines.announce if adapters and settings.engine.kind == "sglang" else None,
+        announce=engines.announce if named else None,
     )  # fmt: skip

@@ -37,7 +37,7 @@ from tidegate.vllm.translate import (
     take_usage,
 )
 from tidegate.weights import checksum, delta_files
-from tidegate.weights.adapter_files import adapter_name, read_headers
+from tidegate.weights.adapter_files import adapter_names, read_headers
 from tidegate.weights.files import WeightsError, is_adapter
 
 LOADING = "loading"
@@ -61,6 +61,8 @@ class EngineAdapter:
         self._served = manifest(options.base)
         self._adapters: dict[str, str] = {}
         """vLLM's names of the live version's LoRA adapters; the name of a single one is ""."""
+        self._loaded: set[str] = set()
+        """Adapters at vLLM, also of a version that could not be loaded as a whole."""
         self._sampled_by: dict[str, str] = {}
         """The adapter that each running request names."""
         self._base_checksum: int | None = None
@@ -232,9 +234,10 @@ class EngineAdapter:
                 await self._pause("abort" if adapters or update.abort_all else "wait")
             try:
                 if adapters:  # no request uses the ones before any more
-                    self._adapters, earlier = adapters, self._adapters
-                    for name in set(earlier.values()) - set(adapters.values()):
+                    self._adapters = adapters
+                    for name in self._loaded - set(adapters.values()):
                         await self.upstream.unload_adapter(name)
+                        self._loaded.discard(name)
                 else:
                     await self._label(LOADING)
                     await self.upstream.reload(directory)
@@ -274,9 +277,10 @@ class EngineAdapter:
                     f"{header.base_checksum}, the served one, {self.options.base}, {self._base_checksum}: "
                     "start vLLM with the adapter's base model"
                 )
-        names = {name: "-".join(filter(None, (adapter_name(label), name))) for name in headers}
+        names = adapter_names(label, headers)
         for name, header in headers.items():
             await self.upstream.load_adapter(names[name], header.directory)
+            self._loaded.add(names[name])
         return names
 
     async def relabel(self, version: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,19 +58,36 @@ class AdapterHeader:
             )
 
 
-def adapter_name(version: object) -> str:
-    """Return the name under which engines serve the adapter of a version: `v12`.
+def adapter_names(version: object, names: Iterable[str]) -> dict[str, str]:
+    """Return the names under which engines serve the adapters of a version: `v12`, of several `v12-NAME`.
 
-    SGLang reports it as its weight version, too, and requests name it. So each token is of the version in the
-    name, whatever the engine has loaded meanwhile.
+    Requests name them. So each token is of the version in the name, whatever the engine has loaded meanwhile.
     """
-    return f"v{version}"
+    return {name: f"v{version}-{name}" if name else f"v{version}" for name in names}
+
+
+def adapter_label(version: object, names: Collection[str]) -> str:
+    """Return the weight version that SGLang reports with these adapters: `v12`, of several `v12-`."""
+    return f"v{version}" if "" in names else f"v{version}-"
 
 
 def split_label(label: str) -> tuple[str, str | None]:
-    """Return the version in an engine's label, and the adapter that requests must name; None: none."""
-    found = re.fullmatch(r"v(\d+)", label, re.ASCII)
+    """Return the version in an engine's label, and the label if requests must name adapters of it."""
+    found = re.fullmatch(r"v(\d+)-?", label, re.ASCII)
     return (label, None) if found is None else (found[1], label)
+
+
+def requested_adapter(label: str | None, name: str) -> str | None:
+    """Return the adapter that a request names; None: none.
+
+    Args:
+        label: the engine's label, if it has adapters in it (`split_label`); other engines find the adapter
+            of their version by `name`.
+        name: name of one of several adapters; "" for the only one, or the base model beside several.
+    """
+    if label is None or not label.endswith("-"):
+        return label or name or None
+    return label + name if name else None
 
 
 def read_header(directory: Path) -> AdapterHeader:

@@ -22,7 +22,7 @@ from tests.sharded_gateway import SHARDS, Inside, fake_engine, groups
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.errors import EngineError, GatewayError
 from tidegate.gateway.client import GatewayClient, SessionAccess
-from tidegate.gateway.engines.engine import Affinity
+from tidegate.gateway.engines.engine import Affinity, PoolOptions
 from tidegate.gateway.engines.protocol import GenerateRequest, SlowEnginesError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
@@ -309,8 +309,10 @@ async def test_policies_may_share_engines_which_serve_their_adapters(tmp_path: P
     shared = {
         "planner": PolicyModel(tmp_path / "base", engines="planner", adapter=True),
         "worker": PolicyModel(tmp_path / "copy", engines="planner", adapter=True),
+        "fixed": PolicyModel(tmp_path / "base", train=False, engines="planner"),
     }
-    gateway = Gateway(GatewayOptions(tmp_path, policies=shared, environments=LocalRewards({})))
+    pool = PoolOptions(probe_every_s=3600.0)  # a trainer announces new versions
+    gateway = Gateway(GatewayOptions(tmp_path, policies=shared, environments=LocalRewards({}), pool=pool))
     renderers = [policy.renderer for policy in gateway.policies.by_name.values()]
     assert renderers[0] is renderers[1], "their tokenizers have the same content"
     engine = FakeEngine(renderers[0].decode, stop_id=renderers[0].stop_ids[0])
@@ -326,6 +328,32 @@ async def test_policies_may_share_engines_which_serve_their_adapters(tmp_path: P
         for name in ("worker", "planner"):
             await chat(llm, name, ASK)
         assert [one["lora_path"] for one in engine.requests] == ["worker", "worker", "planner"]
+        engine.requests.clear()
+        # SGLang serves them under names with their version, which its label tells.
+        engine.version = "v3-"
+        await client.admit_engine(engine.url, True)
+        engine.faults += [Fault("none"), Fault("version", "v9-"), Fault("none"), Fault("switch", "v4-")]
+        for name in ("worker", "planner", "fixed", "planner"):
+            await chat(llm, name, ASK)
+        named = [one.get("lora_path") for one in engine.requests]
+        assert named == ["v3-worker", "v3-planner", None, "v3-planner", "v4-planner"]
+        engine.requests.clear()
+        engine.faults += [Fault("hold"), Fault("hold")]
+        names = ("worker", "fixed")
+        running = [asyncio.create_task(chat(llm, name, ASK)) for name in names]
+        await engine.until(lambda: len(engine.requests) == 2)
+        engine.version = "v5-"
+        await client.admit_engine(engine.url, True)
+        await engine.until(lambda: bool(engine.aborted))
+        engine.release()
+        await asyncio.gather(*running)
+        aborted = [one.get("lora_path") for one in engine.requests if one["rid"] in engine.aborted]
+        assert aborted == ["v4-worker"], "the base model stays the same"
+        await client.finish(access.session_id, reward=1.0)
+        turns = (await client.trajectory(access.session_id)).turns
+        versions = [(turn.policy, turn.version_spans[-1].version) for turn in turns]
+        assert versions[2:6] == [("worker", 3), ("planner", 3), ("fixed", 3), ("planner", 4)]
+        assert set(versions[6:]) == {("worker", 4), ("fixed", 4)}, "those of the adapters that were named"
 
 
 async def test_shards_send_the_calls_of_each_policy_to_its_engines(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ class EngineEndpoint:
     version: int | None = None
     """Oldest version of its weights, and of those behind a router, when all reported one; None: never."""
     adapter: str | None = None
-    """LoRA adapter of `version`, which requests must name; None without one."""
+    """Label of `version` if requests must name its LoRA adapters (`requested_adapter`); else None."""
     adapters_in_use: dict[str, str] = field(default_factory=dict)
-    """The adapter of each running call, by request id."""
+    """The label behind the adapter that each running call names, by request id."""
     failures: int = 0
     limit: int = DEFAULT_CALLS
     """Largest number of concurrent calls; further calls are queued."""

@@ -32,6 +32,7 @@ from tidegate.gateway.engines.reply import reply_reader
 from tidegate.gateway.ids import unique_name
 from tidegate.service.backoff import backoff_s
 from tidegate.turn import VersionSpan
+from tidegate.weights.adapter_files import requested_adapter
 
 log = logging.getLogger("tidegate.gateway.engines.engine")
 
@@ -78,6 +79,9 @@ class EnginePool:
         """Adds an engine or updates its record; waits up to `wait_s` for the first probe. Idempotent."""
         url = record.url.rstrip("/")
         engine = self._dispatch.engines.get(url)
+        # Before it gets calls: the trainer may have loaded other adapters.
+        if engine is not None and record.admitted:
+            await self._probes[engine].refresh()
         if engine is None:
             engine = EngineEndpoint(url, (url,), policy=record.policy)
             self._dispatch.add(engine)
@@ -94,8 +98,6 @@ class EnginePool:
         engine.control = tuple(address.rstrip("/") for address in record.control) or (url,)
         engine.joined, engine.admitted = record.joined, record.admitted
         self._changed(engine)
-        if engine.adapter is not None:  # the trainer may have loaded another one
-            await self._probes[engine].refresh()
         if wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -258,8 +260,8 @@ class EnginePool:
             return
         timeout.reschedule(min(timeout.when() or math.inf, asyncio.get_running_loop().time() + wait_s))
 
-    async def _has_adapter(self, engine: EngineEndpoint, adapter: str) -> bool:
-        """Whether an engine says now that it serves an adapter, and not that of another version."""
+    async def _has_adapter(self, engine: EngineEndpoint, adapter: str | None) -> bool:
+        """Whether an engine says now that it serves these adapters, and not those of another version."""
         probe = self._probes.get(engine)
         return probe is not None and await probe.refresh() and engine.adapter == adapter
 
@@ -300,7 +302,7 @@ class EnginePool:
         try:
             async with asyncio.timeout(None) as timeout:
                 engine.calls[rid] = timeout
-                if adapter is not None:
+                if adapter is not None and requested_adapter(adapter, request.adapter) is not None:
                     engine.adapters_in_use[rid] = adapter
                 request.abort = lambda: self._client.abort(engine.control, rid)
                 stream = request.should_stream(result)
@@ -321,7 +323,7 @@ class EnginePool:
             ) from error
         except RequestRefusedError as refusal:
             engine.failures = 0
-            if adapter is not None and not await self._has_adapter(engine, adapter):
+            if (adapter or request.adapter) and not await self._has_adapter(engine, adapter):
                 raise EngineError(str(refusal), retryable=True) from refusal
             raise
         except EngineError as error:

@@ -13,6 +13,7 @@ import orjson
 from tidegate.errors import EngineError
 from tidegate.gateway.sampling import continued_seed
 from tidegate.turn import Ids, Logprobs, VersionSpan, spans_within
+from tidegate.weights.adapter_files import requested_adapter
 
 NON_RESUMABLE_PARAMS = frozenset(
     {"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"}
@@ -211,7 +212,7 @@ def request_body(
     """Return the JSON body of a `/generate` call that continues after the tokens in `result`. Engines seed
     each draw by seed and output position, so a continuation needs a seed of its own: with the same seed it
     would repeat the first draws. With `oldest_kv` the engine reuses keys and values only of calls with the
-    same value. `adapter` is the name of a LoRA adapter at the engine."""
+    same value. `adapter` is the engine's label, if requests must name its LoRA adapters."""
     prompt = request.prompt
     params = {**request.params, "max_new_tokens": request.max_new_tokens - len(result.ids)}
     if result.ids:
@@ -225,16 +226,14 @@ def request_body(
         "stream": request.should_stream(result),
         "rid": rid,
     }
-    if request.adapter:
-        body["lora_path"] = request.adapter
+    if (name := requested_adapter(adapter, request.adapter)) is not None:
+        body["lora_path"] = name
     if request.top_logprobs:
         body["top_logprobs_num"] = request.top_logprobs
     if request.sampling_mask:
         body["return_sampling_mask"] = True
     if oldest_kv is not None:
         body["cache_salt"] = str(oldest_kv)
-    if adapter is not None:
-        body["lora_path"] = adapter
     if request.experts_start is not None:
         body["return_routed_experts"] = True
         body["routed_experts_start_len"] = _next_expert(request, result)

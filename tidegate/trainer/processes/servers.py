@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tidegate.config import EngineSettings, Settings
+from tidegate.config import EngineSettings, LoRASettings, Settings
 from tidegate.errors import StartError
 from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
@@ -33,14 +33,14 @@ from tidegate.trainer.processes.gpus import chooses_gpus, engine_gpus, on_gpus, 
 from tidegate.trainer.processes.provider import CurrentWeights, GatewayAccess, GatewayKeys
 from tidegate.trainer.processes.rank_process import LocalRankProcess, rank_processes
 from tidegate.trainer.publish.layout import engine_set, shares_engines
-from tidegate.weights.adapter_files import adapter_name, base_directory, read_header
+from tidegate.weights.adapter_files import adapter_label, adapter_names, base_directory, read_headers
 from tidegate.weights.files import WeightsError, is_adapter
 
 JUDGE_CACHE = "judge.sqlite"
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Layers with a LoRA adapter without `trainer.lora.targets`, as SGLang names them."""
 ADAPTERS = 2
-"""Adapters in one batch: of the live version and of the one before. SGLang counts the base model, too."""
+"""Versions with adapters in one batch: the live one and the one before. SGLang counts the base model, too."""
 MAX_RESTARTS = 5
 """Limit on the restarts of one server."""
 
@@ -97,21 +97,25 @@ class SGLangServer(ExternalService):
 
     def program(self, port: int) -> list[str]:
         weights, version = self._current()
-        label, adapter = str(version), list[str]()
+        label, adapters = str(version), list[str]()
         if is_adapter(weights):
-            label = adapter_name(version)
-            adapter = ["--lora-paths", f"{label}={weights}"]
+            headers = read_headers(weights)
+            label, names = adapter_label(version, headers), adapter_names(version, headers)
+            adapters = [
+                "--lora-paths",
+                *(f"{names[one]}={headers[one].directory}" for one in sorted(headers)),
+            ]
         return [
             str(self._settings.python), "-m", "sglang.launch_server",
             "--model-path", str(base_directory(weights)), "--host", self.address, "--port", str(port),
-            "--weight-version", label, *adapter, *self._options, *self._settings.numbered(self._index),
+            "--weight-version", label, *adapters, *self._options, *self._settings.numbered(self._index),
         ]  # fmt: skip
 
 
-def _check_base(adapter: Path) -> None:
-    """Raises StartError if the base model's files are others than in the training."""
+def _check_base(weights: Path) -> None:
+    """Raises StartError if the files of the adapters' base model are others than in the training."""
     try:
-        read_header(adapter).check_base()
+        next(iter(read_headers(weights).values())).check_base()
     except WeightsError as error:
         raise StartError(str(error)) from error
 
@@ -119,22 +123,35 @@ def _check_base(adapter: Path) -> None:
 def sglang_options(settings: Settings) -> list[str]:
     """Return SGLang's options that the trainer's settings need."""
     experts = ["--enable-return-routed-experts"] if settings.trainer.routing_replay else []
-    lora = settings.trainer.lora
-    if lora.publish != "adapter":
+    adapters = _adapters(settings)
+    if not adapters:
         return experts
+    layers = dict.fromkeys(layer for lora in adapters for layer in lora.targets or LINEAR_LAYERS)
     return [
-        *experts, "--enable-lora", "--max-lora-rank", str(lora.rank),
-        "--lora-target-modules", *(lora.targets or LINEAR_LAYERS), "--max-loras-per-batch", str(ADAPTERS + 1),
+        *experts, "--enable-lora", "--max-lora-rank", str(max(lora.rank for lora in adapters)),
+        "--lora-target-modules", *layers, "--max-loras-per-batch", str(ADAPTERS * len(adapters) + 1),
     ]  # fmt: skip
 
 
 def vllm_options(settings: Settings) -> list[str]:
     """Return vLLM's options that the trainer's settings need."""
-    lora = settings.trainer.lora
-    if lora.publish != "adapter":
+    adapters = _adapters(settings)
+    if not adapters:
         return []
-    rank = next(rank for rank in VLLM_RANKS if rank >= lora.rank)
-    return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(ADAPTERS)]
+    rank = next(rank for rank in VLLM_RANKS if rank >= max(lora.rank for lora in adapters))
+    return ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(ADAPTERS * len(adapters))]
+
+
+def vllm_engine(settings: Settings) -> EngineSettings:
+    """Return the settings of vLLM with these options, which the user's arguments may replace."""
+    arguments = [*vllm_options(settings), *settings.engine.arguments]
+    return settings.engine.model_copy(update={"arguments": arguments})
+
+
+def _adapters(settings: Settings) -> list[LoRASettings]:
+    """Return the LoRA settings of the adapters that engines serve in one version (`Settings.of_engines`)."""
+    of_policies = [own.lora for own in settings.policies.values() if own.train and own.lora is not None]
+    return [lora for lora in of_policies or [settings.trainer.lora] if lora.publish == "adapter"]
 
 
 def vllm_server(
@@ -188,9 +205,7 @@ def engine_server(
     if engine.kind == "sglang":
         return SGLangServer(engine, current, directory, name, index, host, sglang_options(settings))
     if engine.kind == "vllm":
-        # Before the user's arguments, which may replace them.
-        engine = engine.model_copy(update={"arguments": [*vllm_options(settings), *engine.arguments]})
-        return vllm_server(engine, current, directory, name, index, host, key)
+        return vllm_server(vllm_engine(settings), current, directory, name, index, host, key)
     if engine.kind != "embedded":
         return backends.engine(settings, current, directory, name, host, key)
 

@@ -14,7 +14,13 @@ from tidegate.errors import EngineError, IncompatibleEngineError
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers
 from tidegate.settings.servers import DEFAULT_KEPT
-from tidegate.weights.adapter_files import adapter_name, base_directory, read_header, split_label
+from tidegate.weights.adapter_files import (
+    adapter_label,
+    adapter_names,
+    base_directory,
+    read_headers,
+    split_label,
+)
 from tidegate.weights.files import WeightsError, is_adapter
 from tidegate.weights.process_group import transfer_s
 
@@ -181,13 +187,15 @@ class EngineControl:
             raise
 
     async def _load_adapter(self, weights: Path, version: int, size: int) -> None:
-        """Load an adapter by SGLang's routes, beside the ones that requests name; none is paused."""
-        name = adapter_name(version)
+        """Load adapters by SGLang's routes, beside the ones that requests name; none is paused."""
         try:
-            await asyncio.to_thread(read_header, weights)
-            if name in await self._adapters():  # maybe of another run
-                await self.call("/unload_lora_adapter", {"lora_name": name})
-            await self.call("/load_lora_adapter", {"lora_name": name, "lora_path": str(weights)}, size)
+            headers = await asyncio.to_thread(read_headers, weights)
+            names, loaded = adapter_names(version, headers), await self._adapters()
+            for name, header in headers.items():
+                if names[name] in loaded:  # maybe of another run
+                    await self.call("/unload_lora_adapter", {"lora_name": names[name]})
+                body = {"lora_name": names[name], "lora_path": str(header.directory)}
+                await self.call("/load_lora_adapter", body, size)
         except WeightsError as error:
             raise EngineError(f"engine {self.url}: {error}") from error
         except EngineError as error:
@@ -197,18 +205,25 @@ class EngineControl:
                 f"engine {self.url} loads no LoRA adapters: {error}. Start SGLang or vLLM with "
                 '--enable-lora, use `tidegate engine`, or set trainer.lora.publish = "merged"'
             ) from error
-        await self.call("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+        # Only now: requests name all adapters of the version that the label tells.
+        label = adapter_label(version, headers)
+        await self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         await self.verify(version)
 
-    async def unload_adapters(self, version: int) -> None:
-        """Unload the adapters of other versions, after the requests that name them."""
-        for name in await self._adapters() - {adapter_name(version)}:
-            await self.call("/unload_lora_adapter", {"lora_name": name})
+    async def unload_adapters(self, version: int, *, named: bool = False) -> None:
+        """Unload the adapters of other versions, after the requests that name them.
+
+        Without `named` those of several policies stay: another program may have given them such names.
+        """
+        for name in await self._adapters():
+            label, mark, _ = name.partition("-")
+            earlier = split_label(label)[1] is not None and label != f"v{version}"
+            if earlier and (named or not mark):
+                await self.call("/unload_lora_adapter", {"lora_name": name})
 
     async def _adapters(self) -> set[str]:
-        """Return the names of the versions' adapters that the engine has loaded."""
-        names = {str(model.get("id")) for model in (await self.call("/v1/models")).get("data") or ()}
-        return {name for name in names if split_label(name)[1] is not None}
+        """Return the names of the adapters that the engine has loaded, and of its base model."""
+        return {str(model.get("id")) for model in (await self.call("/v1/models")).get("data") or ()}
 
     async def pause(self) -> None:
         if self._keep_kv_of is not None:  # only now: the label changes before the next pause

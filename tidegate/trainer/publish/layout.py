@@ -40,13 +40,14 @@ def is_fixed(settings: Settings, engines: str) -> bool:
 def engine_weights(settings: Settings, weights: Path, engines: str) -> Path:
     """Return what the engines of this name load of a version or a checkpoint.
 
-    It is a base model before the first version, and for shared engines, which load adapters only, after a
-    resume, until the run has written them.
+    It is a base model before the first version, and where adapters are published, after a resume, until the
+    run has written them: a server keeps the model that it starts with as their base.
     """
     if not engines:
         return weights
     own = weights / engines
-    exists = is_adapter(own) if shares_engines(settings, engines) else own.is_dir()
+    adapter = settings.of_policy(engines).trainer.lora.publish == "adapter"
+    exists = is_adapter(own) if adapter else own.is_dir()
     # A checkpoint has a policy, too, that is frozen since.
     loads = exists and not is_fixed(settings, engines)
     return own if loads else settings.of_policy(engines).model.path.absolute()

@@ -96,7 +96,7 @@ class Publisher:
     routed: bool = False
     """Whether engines must report the experts of tokens."""
     announce: Callable[[str], Awaitable[None]] | None = None
-    """Has the gateway name the adapter that an engine serves now; None: requests name none."""
+    """Has the gateway name the adapters that an engine serves now; None: requests name none."""
     unavailable: set[str] = field(default_factory=set)
     """URLs of the engines that are out of service."""
     startable: tuple[Path, int] = field(init=False)
@@ -131,6 +131,7 @@ class Publisher:
         version = self.current[1]
         self._set_current(await self._write(self.writer.write_full, version), version)
         await self.update_all()
+        await self._switch_adapters(set(self.engines()) - self.unavailable, version)
 
     async def _write(self, write: Callable[[int], T], version: int) -> T:
         with failpoints.around("publish.weights"):
@@ -239,7 +240,7 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def _switch_adapters(self, urls: Iterable[str], version: int) -> None:
-        """Have requests name the adapter of this version, and unload those of earlier ones.
+        """Have requests name the adapters of this version, and unload those of earlier ones.
 
         An engine that fails meanwhile has it after a restart, or unloads them at the next publish.
         """
@@ -250,7 +251,7 @@ class Publisher:
         async def switch(url: str) -> None:
             await announce(url)
             with contextlib.suppress(EngineError):
-                await EngineControl(url, http).unload_adapters(version)
+                await EngineControl(url, http).unload_adapters(version, named=bool(self.serves(url)))
 
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*map(switch, urls))

@@ -127,16 +127,17 @@ def test_a_version_has_the_weights_of_each_policy_and_of_earlier_selves(base: Pa
 
 def test_policies_of_one_base_share_engines_by_their_adapters(base: Path, tmp_path: Path) -> None:
     adapter = {"lora": {"rank": 2, "publish": "adapter"}}
-    policies = load(base, {"a": adapter, "b": adapter, "c": {}})
-    assert policies.settings.engine_sets == {"a": ["a", "b"], "c": ["c"]}
+    policies = load(base, {"a": adapter, "b": adapter, "c": {}, "d": {**adapter, "engine": {}}})
+    assert policies.settings.engine_sets == {"a": ["a", "b"], "c": ["c"], "d": ["d"]}
     directory = policies.save_published(tmp_path / "v000000")
     shared = engine_weights(policies.settings, directory, "a")
     assert is_adapter(shared)
     assert sorted(path.name for path in shared.iterdir()) == ["a", "b"]
     assert not is_adapter(engine_weights(policies.settings, directory, "c"))
-    # A checkpoint has merged models, which shared engines do not load.
+    # A checkpoint has merged models, which no engine may have as the base of an adapter.
     policies.save_weights(tmp_path / "step_1")
-    assert engine_weights(policies.settings, tmp_path / "step_1", "a") == base
+    for name in ("a", "d"):
+        assert engine_weights(policies.settings, tmp_path / "step_1", name) == base
 
 
 def test_earlier_selves_and_frozen_policies_share_engines(base: Path, tmp_path: Path) -> None:

@@ -20,7 +20,13 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.trainer.cluster.actors import ServerActor, StartCommand
 from tidegate.trainer.cluster.environment import GLOO_INTERFACE, ActorContext, SharedDirProbe
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.processes.servers import LINEAR_LAYERS, SGLangServer, engine_server, sglang_options
+from tidegate.trainer.processes.servers import (
+    LINEAR_LAYERS,
+    SGLangServer,
+    engine_server,
+    sglang_options,
+    vllm_options,
+)
 
 SERVER = """#!{python}
 import http.server, json, os, pathlib, sys
@@ -98,6 +104,40 @@ def test_sglang_gets_the_rank_and_the_layers_of_adapters(targets: list[str], lay
         "--enable-lora", "--max-lora-rank", "12", "--lora-target-modules", *layers,
         "--max-loras-per-batch", "3",
     ]  # fmt: skip
+
+
+def test_sglang_gets_what_the_adapters_of_all_policies_need() -> None:
+    lora = {"rank": 4, "targets": ["q_proj"], "publish": "adapter"}
+    loras = {"a": lora, "b": lora | {"rank": 8, "targets": ["v_proj", "q_proj"]}, "c": None}
+    policies = {name: {"lora": own, "train": name != "c"} for name, own in loras.items()}
+    given = {"model": {"path": "m"}, "engine": {"kind": "sglang", "python": "p"}, "policies": policies}
+    settings = Settings.model_validate(given | {"trainer": {"lora": lora | {"rank": 64}}})
+    assert sglang_options(settings.of_engines("a")) == [
+        "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj",
+        "--max-loras-per-batch", "5",
+    ]  # fmt: skip
+    assert vllm_options(settings.of_engines("a")) == [
+        "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4",
+    ]  # fmt: skip
+
+
+async def test_sglang_starts_with_the_adapters_of_all_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangServer, "poll_s", 0.02)
+    policy = Policy.load(
+        make_model(tmp_path / "base"), TrainerSettings(lora={"rank": 4, "publish": "adapter"})
+    )
+    places = [policy.save_adapter(tmp_path / "v7" / name) for name in ("a", "b-1")]
+    settings = EngineSettings(kind="sglang", python=stand_in(tmp_path))
+    server = SGLangServer(settings, lambda: (tmp_path / "v7", 7), tmp_path, "engine", 0)
+    await server.start()
+    words = json.loads((tmp_path / "said.json").read_text())["argv"][1:]
+    assert words[words.index("--model-path") + 1] == str(tmp_path / "base")
+    assert words[words.index("--weight-version") + 1] == "v7-"
+    at = words.index("--lora-paths")
+    assert words[at + 1 : at + 3] == [f"v7-a={places[0]}", f"v7-b-1={places[1]}"]
+    await server.stop()
 
 
 async def test_a_killed_servers_workers_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

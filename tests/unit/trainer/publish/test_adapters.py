@@ -291,12 +291,14 @@ class SGLang:
     adapters: dict[str, str] = field(default_factory=lambda: {"v0": "", "another": ""})
     calls: list[str] = field(default_factory=list)
     enabled: bool = True
+    fails: tuple[str, ...] = ()
+    """Ends of the names of adapters that it cannot load."""
 
     async def handle(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json() if request.method == "POST" else {}
         self.calls.append(" ".join([request.path, *(str(body[key]) for key in list(body)[:1])]))
         if request.path == "/load_lora_adapter":
-            if not self.enabled:
+            if not self.enabled or body["lora_name"].endswith(self.fails):
                 return web.json_response({"error_message": "LoRA is not enabled."}, status=400)
             assert body["lora_name"] not in self.adapters
             self.adapters[body["lora_name"]] = body["lora_path"]
@@ -373,6 +375,48 @@ async def test_a_damaged_adapter_and_a_server_without_lora_are_named(
     with pytest.raises(PublishError, match=r"LoRA is not enabled.* with --enable-lora"):
         await publisher.publish(3)
     assert (server.label, list(server.adapters)) == ("v0", ["v0", "another"])
+
+
+async def test_sglang_serves_a_version_of_several_adapters_once_all_are_loaded(
+    sglang: tuple[SGLang, Publisher], base: Path, tmp_path: Path
+) -> None:
+    server, publisher = sglang
+    make_versions(base, tmp_path)
+    publisher.serves = lambda url: "a"
+    publisher.writer.save_weights = lambda place, dtype: shutil.copytree(
+        tmp_path / "v1", place, dirs_exist_ok=True
+    )
+    publisher.current = (base, 1)
+    await publisher.publish_start()
+    loaded = [call for call in server.calls if call.startswith("/load")]
+    assert sorted(loaded) == ["/load_lora_adapter v1-a", "/load_lora_adapter v1-b"]
+    assert server.calls[-6:] == [
+        loaded[-1], "/update_weight_version v1-", "/model_info", "announced", "/v1/models",
+        "/unload_lora_adapter v0",
+    ]  # fmt: skip
+    assert server.adapters == {
+        "another": "", **{f"v1-{name}": str(publisher.current[0] / name) for name in "ab"}
+    }  # fmt: skip
+    assert await publisher.attested(publisher.engines())
+    for fails in ("2-a", "2-b"):  # one of the two is loaded, whichever is the first
+        server.fails = (fails,)
+        with pytest.raises(PublishError, match="LoRA is not enabled"):
+            await publisher.publish(2)
+        assert server.label == "v1-", "requests name the version that is there as a whole"
+        assert {"v1-a", "v1-b"} < server.adapters.keys()
+    server.fails = ()
+    await publisher.publish(3)
+    assert server.label == "v3-"
+    assert server.adapters.keys() == {"another", "v3-a", "v3-b"}, "also of the version that failed"
+
+
+async def test_sglang_keeps_adapters_that_only_look_like_those_of_policies(
+    sglang: tuple[SGLang, Publisher],
+) -> None:
+    server, publisher = sglang
+    server.adapters["v0-mine"] = ""
+    await publisher.publish(1)
+    assert server.adapters.keys() == {"another", "v0-mine", "v1"}
 
 
 def test_the_best_checkpoint_is_a_whole_model(policy: Policy, base: Path, tmp_path: Path) -> None:
