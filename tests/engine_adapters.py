@@ -32,7 +32,7 @@ from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
 
 LORA: dict[str, Any] = {"rank": 8, "publish": "adapter"}
-LORA_OF = {"a": {}, "b": {"rank": 4, "targets": ["q_proj", "down_proj"]}}
+LORA_OF = {"a": {}, "b": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}}
 """Two policies: SGLang and vLLM pad the adapters of the second one."""
 PROMPT = list(range(1, 65))
 

@@ -7,7 +7,9 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.e2e.runs import gone, held, metrics, training
+from tests.e2e.runs import REPO, gone, held, metrics, training
+
+DUO = REPO / "examples" / "duo" / "config.toml"
 
 
 def through(kind: str, python: str, arguments: Sequence[str]) -> list[str]:
@@ -52,3 +54,22 @@ def engine_ends_with_a_killed_run_which_goes_on(run_dir: Path, settings: list[st
         assert run.wait(timeout=300) == 0, run.output()[-3000:]
     assert [line["step"] for line in metrics(run_dir)] == [0, 1, 2, 3, 4, 5, 6]
     held(run_dir)
+
+
+def adapters_of_two_policies_continue_after_a_kill(
+    run_dir: Path, settings: Sequence[str], tolerance: float
+) -> None:
+    """Each turn was sampled from the adapter of its policy: else its logprobs were those of the other one."""
+    adapters = [*settings, "--trainer.lora.rank=4", "--trainer.lora.publish=adapter"]
+    with training(run_dir, "--trainer.steps=9", *adapters, config=DUO) as run:
+        run.until_step(2, timeout=600)
+        run.kill()
+    with training(run_dir, "--resume", "--trainer.steps=4", *adapters, config=DUO) as run:
+        assert run.wait(timeout=600) == 0, run.output()[-3000:]
+    held(run_dir)
+    assert [path.name for path in (run_dir / "logs").glob("engine*.log")] == ["engine-solver.log"]
+    for name in ("solver", "verifier"):  # known of tokens of the trainer's own version only
+        key = f"policy/{name}/logprob_max_error"
+        errors = [line[key] for line in metrics(run_dir) if line.get(key) is not None]
+        assert errors
+        assert max(errors) < tolerance

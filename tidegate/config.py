@@ -20,6 +20,7 @@ from tidegate.settings.reading import STARTED, load
 from tidegate.settings.run import AgentSettings, ClusterSettings, RunSettings
 from tidegate.settings.sections import SettingsSection, to_toml
 from tidegate.settings.servers import (
+    SGLANG_NEEDS,
     VLLM_RANKS,
     EngineSettings,
     EnvSettings,
@@ -287,6 +288,13 @@ class Settings(SettingsSection):
             raise ValueError(
                 f"trainer.lora.rank = {rank}: vLLM serves adapters of at most rank {max(VLLM_RANKS)}; lower "
                 'it, or use trainer.lora.publish = "merged"'
+            )
+        targets = {target.rpartition(".")[2] for target in self.trainer.lora.targets}
+        missing = {need for given, need in SGLANG_NEEDS if given in targets} - targets
+        if kind == "sglang" and missing:
+            raise ValueError(
+                f"trainer.lora.targets = {self.trainer.lora.targets}: SGLang joins matrices of some layers "
+                f"and reads these only with {' and '.join(sorted(missing))}, too; add it"
             )
         if self.engine.pause == "in_place":
             raise ValueError(

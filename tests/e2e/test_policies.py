@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REPO, held, metrics, training
+from tests.e2e.runs import held, metrics, training
+from tests.engine_runs import DUO, adapters_of_two_policies_continue_after_a_kill
 from tidegate.cli import main
 from tidegate.trainer.records.trajectories import read_lines, step_files
 
 pytestmark = pytest.mark.slow
-DUO = REPO / "examples" / "duo" / "config.toml"
 
 
 def turns_of(run_dir: Path, step: int) -> list[dict[str, object]]:
@@ -22,22 +22,9 @@ def turns_of(run_dir: Path, step: int) -> list[dict[str, object]]:
 def test_adapters_of_two_policies_continue_after_a_kill_as_if_there_was_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir, adapters = tmp_path / "run", ("--trainer.lora.rank=4", "--trainer.lora.publish=adapter")
-    with training(run_dir, "--trainer.steps=9", *adapters, config=DUO) as run:
-        run.until_step(2)
-        run.process.kill()
-        run.wait()
-    with training(run_dir, "--resume", "--trainer.steps=4", *adapters, config=DUO) as run:
-        assert run.wait() == 0, run.output()[-3000:]
-    held(run_dir)
-    assert [path.name for path in (run_dir / "logs").glob("engine*.log")] == ["engine-solver.log"]
-    # Each turn was sampled from the adapter of its policy: else its logprobs were those of the other one.
+    run_dir = tmp_path / "run"
+    adapters_of_two_policies_continue_after_a_kill(run_dir, [], 1e-4)
     assert {turn["policy"] for turn in turns_of(run_dir, 4)} == {"solver", "verifier"}
-    keys = [f"policy/{name}/logprob_max_error" for name in ("solver", "verifier")]
-    for key in keys:  # it is known of tokens of the trainer's own version only
-        errors = [line[key] for line in metrics(run_dir) if line.get(key) is not None]
-        assert errors
-        assert max(errors) < 1e-4
     assert main(["replay", str(run_dir), "--json"]) == 0
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(one["same"] for one in steps)

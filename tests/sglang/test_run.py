@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.runs import held, metrics, training
 from tests.engine_runs import (
+    adapters_of_two_policies_continue_after_a_kill,
     demo_learns_though_its_engine_is_killed,
     engine_ends_with_a_killed_run_which_goes_on,
     through,
@@ -46,3 +47,8 @@ def test_weights_are_sent_to_the_server_and_to_the_one_that_takes_its_place(
     errors = [line["logprob_max_error"] for line in metrics(tmp_path / "run")[1:]]
     assert max(error for error in errors if error is not None) < 1e-3
     held(tmp_path / "run")
+
+
+def test_adapters_of_two_policies_continue_after_a_kill(tmp_path: Path, python: str) -> None:
+    settings = through("sglang", python, [*ARGUMENTS, "--lora-backend", "torch_native"])
+    adapters_of_two_policies_continue_after_a_kill(tmp_path / "run", settings, 1e-3)

@@ -203,6 +203,12 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
             "trainer.lora.rank = 513: vLLM serves adapters of at most rank 512",
         ),
         (
+            [*ADAPTER, *SGLANG, '--trainer.lora.targets=["self_attn.q_proj", "down_proj"]'],
+            "only with v_proj, too",
+        ),
+        ([*ADAPTER, *SGLANG, '--trainer.lora.targets=["k_proj"]'], "only with q_proj and v_proj, too"),
+        ([*ADAPTER, *SGLANG, '--trainer.lora.targets=["up_proj"]'], "only with gate_proj, too"),
+        (
             [*ADAPTER, "--engine.kind=sglang", "--engine.python=p", *EVALUATED[len(MODEL) :]],
             'does not go with trainer.promotion.mode = "evaluated" and engine.kind = "sglang"',
         ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine_runs import (
+    adapters_of_two_policies_continue_after_a_kill,
     demo_learns_though_its_engine_is_killed,
     engine_ends_with_a_killed_run_which_goes_on,
     through,
@@ -24,3 +25,8 @@ def test_the_demo_learns_and_a_killed_server_comes_back(tmp_path: Path, python: 
 
 def test_the_server_exits_with_a_killed_run_which_can_be_resumed(tmp_path: Path, python: str) -> None:
     engine_ends_with_a_killed_run_which_goes_on(tmp_path / "run", through("vllm", python, DEMO_ARGUMENTS))
+
+
+def test_adapters_of_two_policies_continue_after_a_kill(tmp_path: Path, python: str) -> None:
+    settings = through("vllm", python, DEMO_ARGUMENTS)
+    adapters_of_two_policies_continue_after_a_kill(tmp_path / "run", settings, 1e-3)

@@ -95,7 +95,7 @@ async def test_sglang_starts_with_the_base_model_and_the_live_adapter(
         await server.start()
 
 
-@pytest.mark.parametrize(("targets", "layers"), [([], LINEAR_LAYERS), (["q_proj"], ["q_proj"])])
+@pytest.mark.parametrize(("targets", "layers"), [([], LINEAR_LAYERS), (["o_proj"], ["o_proj"])])
 def test_sglang_gets_the_rank_and_the_layers_of_adapters(targets: list[str], layers: Sequence[str]) -> None:
     lora = {"rank": 12, "targets": targets, "publish": "adapter"}
     engine = {"kind": "sglang", "python": "p"}
@@ -107,13 +107,13 @@ def test_sglang_gets_the_rank_and_the_layers_of_adapters(targets: list[str], lay
 
 
 def test_sglang_gets_what_the_adapters_of_all_policies_need() -> None:
-    lora = {"rank": 4, "targets": ["q_proj"], "publish": "adapter"}
-    loras = {"a": lora, "b": lora | {"rank": 8, "targets": ["v_proj", "q_proj"]}, "c": None}
+    lora = {"rank": 4, "targets": ["o_proj"], "publish": "adapter"}
+    loras = {"a": lora, "b": lora | {"rank": 8, "targets": ["down_proj", "o_proj"]}, "c": None}
     policies = {name: {"lora": own, "train": name != "c"} for name, own in loras.items()}
     given = {"model": {"path": "m"}, "engine": {"kind": "sglang", "python": "p"}, "policies": policies}
     settings = Settings.model_validate(given | {"trainer": {"lora": lora | {"rank": 64}}})
     assert sglang_options(settings.of_engines("a")) == [
-        "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj", "v_proj",
+        "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "o_proj", "down_proj",
         "--max-loras-per-batch", "5",
     ]  # fmt: skip
     assert vllm_options(settings.of_engines("a")) == [
