@@ -75,7 +75,8 @@ class Published:
         make: Callable[[Callable[[], tuple[Path, int]]], Service],
     ) -> None:
         self.given = given
-        self.directory = directory
+        self.serves_base = False
+        """Whether it serves the base model, too, of a frozen policy."""
         self.service = make(lambda: self.publisher.startable)
         self.pool = EnginePool(PoolOptions(probe_every_s=3600.0))  # by announcements alone
         self.url = ""
@@ -143,7 +144,7 @@ class Published:
 async def publish_during_requests(stand: Published) -> None:
     """Two publishes while replies are sampled; no token is of another version or policy than it says."""
     await stand.start()
-    policies = ["", *stand.given] if len(stand.given) > 1 else [""] * 4
+    policies = [""] * 4 if "" in stand.given else [*stand.given, *stand.given, *[""] * stand.serves_base]
     counts = [0] * len(policies)
 
     def note(at: int) -> Callable[[int], None]:
@@ -199,10 +200,12 @@ async def adapters_of_two_policies(
         "trainer": {"lora": LORA},
         "policies": policies,
     })  # fmt: skip
-    own = settings.of_engines("base")
+    first, served = next((first, names) for first, names in settings.engine_sets.items() if "a" in names)
+    own = settings.of_engines(first)
     stand = Published(
         given, directory, lambda now: engine_server(own, "engine", 0, None, directory, LOOPBACK, 0, now)
     )
+    stand.serves_base = "base" in served
     try:
         await publish_during_requests(stand)
         await restarted_server_has_the_adapters(stand)

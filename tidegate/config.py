@@ -127,27 +127,32 @@ class Settings(SettingsSection):
         return self.model_copy(update={"model": model, "trainer": trainer, "engine": engine, "policies": {}})
 
     def of_engines(self, first: str) -> Settings:
-        """Returns the settings of the engines of this name, with the policies that share them, if they do."""
-        names, own = self.engine_sets[first], self.of_policy(first)
-        if len(names) == 1:
-            return own
+        """Returns the settings of the engines of this name, with the policies that they serve."""
+        if not first:
+            return self
         served = {
             name: self.policies[name].model_copy(update={"lora": self.of_policy(name).trainer.lora})
-            for name in names
+            for name in self.engine_sets[first]
         }
-        return own.model_copy(update={"policies": served})
+        return self.of_policy(first).model_copy(update={"policies": served})
 
     @property
     def engine_sets(self) -> dict[str, list[str]]:
         """The policies that share engines, by the name of the first one; {"": [""]} of a run without names.
 
-        Policies share engines if their adapters have one base, and none has engines of its own.
+        Policies share engines if their adapters have one base, and none has engines of its own. vLLM serves
+        frozen ones apart: on a CPU it gives a row without an adapter that of its last slot (vllm#48421).
         """
         sets: dict[str, list[str]] = {}
         by_base: dict[Path, str] = {}
         for name in self.policy_names:
             own, of_run = self.policies.get(name), self.of_policy(name)
-            shares = own is not None and own.engine is None and of_run.trainer.lora.publish == "adapter"
+            shares = (
+                own is not None
+                and own.engine is None
+                and of_run.trainer.lora.publish == "adapter"
+                and (own.train or of_run.engine.kind != "vllm")
+            )
             first = by_base.setdefault(of_run.model.path.absolute(), name) if shares else name
             sets.setdefault(first, []).append(name)
         return sets

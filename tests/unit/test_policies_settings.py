@@ -60,6 +60,12 @@ def test_policies_share_engines_if_adapters_of_one_base_are_published() -> None:
     settings = settings_of({"a": adapter, "b": adapter, **others})
     assert settings.engine_sets == {"a": ["a", "b"], "c": ["c"], "d": ["d"], "e": ["e"]}
     assert settings_of({}).engine_sets == {"": [""]}
+    kinds = {"fixed": {"train": False, **adapter}, "a": adapter, "old": {"earlier": "a"}}
+    for kind, sets in (
+        ("sglang", {"fixed": ["fixed", "a", "old"]}),
+        ("vllm", {"fixed": ["fixed"], "a": ["a", "old"]}),  # which may mix rows without and with an adapter
+    ):
+        assert settings_of(kinds, engine={"kind": kind, "python": "p"}).engine_sets == sets
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -235,9 +235,7 @@ class EngineAdapter:
             try:
                 if adapters:  # no request uses the ones before any more
                     self._adapters = adapters
-                    for name in self._loaded - set(adapters.values()):
-                        await self.upstream.unload_adapter(name)
-                        self._loaded.discard(name)
+                    await self._unload_all_but(adapters.values())
                 else:
                     await self._label(LOADING)
                     await self.upstream.reload(directory)
@@ -278,10 +276,17 @@ class EngineAdapter:
                     "start vLLM with the adapter's base model"
                 )
         names = adapter_names(label, headers)
+        # Slots are for two versions; for others vLLM would evict adapters that requests use.
+        await self._unload_all_but([*self._adapters.values(), *names.values()])
         for name, header in headers.items():
             await self.upstream.load_adapter(names[name], header.directory)
             self._loaded.add(names[name])
         return names
+
+    async def _unload_all_but(self, names: Iterable[str]) -> None:
+        for name in self._loaded.difference(names):
+            self._loaded.discard(name)  # first: a repeated call would be refused
+            await self.upstream.unload_adapter(name)
 
     async def relabel(self, version: str) -> None:
         async with self._loading:

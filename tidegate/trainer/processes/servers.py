@@ -150,8 +150,9 @@ def vllm_engine(settings: Settings) -> EngineSettings:
 
 def _adapters(settings: Settings) -> list[LoRASettings]:
     """Return the LoRA settings of the adapters that engines serve in one version (`Settings.of_engines`)."""
-    of_policies = [own.lora for own in settings.policies.values() if own.train and own.lora is not None]
-    return [lora for lora in of_policies or [settings.trainer.lora] if lora.publish == "adapter"]
+    trained = [own.lora for own in settings.policies.values() if own.train]
+    loras = trained if settings.policies else [settings.trainer.lora]
+    return [lora for lora in loras if lora is not None and lora.publish == "adapter"]
 
 
 def vllm_server(

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,12 +107,16 @@ def test_sglang_gets_the_rank_and_the_layers_of_adapters(targets: list[str], lay
     ]  # fmt: skip
 
 
+def settings_of(policies: dict[str, Any], lora: dict[str, Any], kind: str) -> Settings:
+    given = {"model": {"path": "m"}, "engine": {"kind": kind, "python": "p"}, "policies": policies}
+    return Settings.model_validate(given | {"trainer": {"lora": lora}})
+
+
 def test_sglang_gets_what_the_adapters_of_all_policies_need() -> None:
     lora = {"rank": 4, "targets": ["o_proj"], "publish": "adapter"}
     loras = {"a": lora, "b": lora | {"rank": 8, "targets": ["down_proj", "o_proj"]}, "c": None}
     policies = {name: {"lora": own, "train": name != "c"} for name, own in loras.items()}
-    given = {"model": {"path": "m"}, "engine": {"kind": "sglang", "python": "p"}, "policies": policies}
-    settings = Settings.model_validate(given | {"trainer": {"lora": lora | {"rank": 64}}})
+    settings = settings_of(policies, lora | {"rank": 64}, "sglang")
     assert sglang_options(settings.of_engines("a")) == [
         "--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "o_proj", "down_proj",
         "--max-loras-per-batch", "5",
@@ -119,6 +124,8 @@ def test_sglang_gets_what_the_adapters_of_all_policies_need() -> None:
     assert vllm_options(settings.of_engines("a")) == [
         "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4",
     ]  # fmt: skip
+    frozen = settings_of({"a": {}, "b": {"train": False}}, lora | {"rank": 64}, "vllm")
+    assert vllm_options(frozen.of_engines("b")) == []
 
 
 async def test_sglang_starts_with_the_adapters_of_all_policies(
