@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -59,7 +62,7 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 class SettingsSection(BaseModel):
     """A group of settings; unknown keys are an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     selector: ClassVar[str] = "kind"
     """Setting that selects the kind of the section."""
@@ -111,6 +114,22 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+@functools.cache
+def descriptions(model: type[BaseModel]) -> Mapping[str, str]:
+    """Returns the descriptions of a section's settings: docstrings below them, or those of their types."""
+    # Pydantic would parse the source of every section at every start of a process.
+    found = dict[str, str]()
+    for base in reversed(model.__mro__):
+        if issubclass(base, SettingsSection):
+            (definition,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, text in zip(definition.body, definition.body[1:], strict=False):
+                match field, text:
+                    case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(words))):
+                        found[name] = inspect.cleandoc(words)
+    return {name: field.description or found.get(name, "") for name, field in model.model_fields.items()}
+
+
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str, str]]:
     """Returns all settings as (dotted key, default, description).
 
@@ -128,7 +147,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[tuple[str, str,
             keys += _keys_of_kinds(kinds, type(field.default), f"{prefix}{name}.")
         else:
             default = "required" if field.is_required() else value_as_toml(field.default)
-            keys.append((prefix + name, default, field.description or ""))
+            keys.append((prefix + name, default, descriptions(model)[name]))
     return keys
 
 
@@ -144,7 +163,7 @@ def _keys_of_kinds(
             for name, kind in zip(names, kinds, strict=True)
             if setting in kind.model_fields
         }
-        text = next(iter(have.values())).description or ""
+        text = descriptions(next(kind for kind in kinds if setting in kind.model_fields))[setting]
         defaults = {
             kind: "required" if field.is_required() else value_as_toml(field.default)
             for kind, field in have.items()
