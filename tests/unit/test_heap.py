@@ -32,9 +32,9 @@ print(megabytes() - before)
 """
 SHARED = """
 from concurrent.futures import ThreadPoolExecutor
-from tidegate.config import TrainerSettings
-from tidegate.trainer.policy.policy import Policy
 if sys.argv[1] == "set":
+    from tidegate.config import TrainerSettings
+    from tidegate.trainer.policy.policy import Policy
     Policy.load(Path("examples/tiny_base/model"), TrainerSettings())
 threads = [ThreadPoolExecutor(1) for _ in range(6)]
 bytearray(b"x") * (20 * 2**20)

@@ -105,6 +105,7 @@ def test_a_resumed_run_has_the_parameters_in_float32(base: Path, tmp_path: Path)
     assert all(torch.equal(one, resumed.weights()[name]) for name, one in policy.weights().items())
 
 
+@pytest.mark.slow  # importing the compiler takes most of its 7 CPU seconds
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_compiled_layers_give_the_same_gradients(
     base: Path, monkeypatch: pytest.MonkeyPatch, activation_checkpointing: bool
