@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online demo-duo demo-tinker lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-skyrl test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
+.PHONY: install demo demo-tiny demo-search demo-passages demo-stories demo-service demo-shell demo-online demo-duo demo-selfplay demo-tinker lint format test test-slow test-wheel test-pythons test-clients test-sglang test-vllm test-tinker test-skyrl test-trl docs docs-release test-site lessons test-docs gallery lint-deploy fuzz bench clean help
 help:            ## this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*##/\1\t/' | sort
 
@@ -42,6 +42,14 @@ demo-shell: install  ## watch a small model learn to work in a real shell in san
 
 demo-duo: install  ## watch a solver and a verifier learn together, two policies of one run, in minutes
 	@$(BIN)/tidegate train examples/duo/config.toml --fresh
+
+$(VENV)/.textarena: $(VENV)/.installed
+	@echo "Installing TextArena into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[textarena]'
+	@touch $@
+
+demo-selfplay: $(VENV)/.textarena  ## watch a policy learn a game of TextArena against its own earlier versions, in minutes
+	@$(BIN)/tidegate train examples/selfplay/config.toml --fresh
 
 demo-online: install  ## train on simulated feedback while processes are killed, in minutes
 	@$(BIN)/python examples/online/demo.py

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import REPO
 from tests.e2e.runs import held, metrics, training
 from tests.engine_runs import DUO, adapters_of_two_policies_continue_after_a_kill
 from tidegate.cli import main
 from tidegate.trainer.records.trajectories import read_lines, step_files
 
 pytestmark = pytest.mark.slow
+SELF_PLAY = REPO / "examples" / "selfplay" / "config.toml"
 
 
 def turns_of(run_dir: Path, step: int) -> list[dict[str, object]]:
@@ -44,3 +46,21 @@ def test_an_earlier_self_has_the_weights_of_versions_ago_and_is_not_trained(tmp_
     exempt = {turn["policy"]: turn["exempt"] for turn in turns_of(run_dir, 4)}
     assert exempt == {"solver": None, "verifier": "policy 'verifier', which is frozen"}
     assert not any(key.startswith("policy/verifier/loss") for line in metrics(run_dir) for key in line)
+
+
+def test_self_play_trains_the_players_moves_and_evaluates_against_a_fixed_opponent(tmp_path: Path) -> None:
+    pytest.importorskip("textarena")
+    run_dir = tmp_path / "run"
+    with training(run_dir, "--trainer.steps=3", "--policies.opponent.behind=1", config=SELF_PLAY) as run:
+        assert run.wait() == 0, run.output()[-3000:]
+    held(run_dir)
+    exempt = {turn["policy"]: turn["exempt"] for turn in turns_of(run_dir, 3)}
+    assert exempt == {"player": None, "opponent": "policy 'opponent', which is frozen"}
+    episodes = [*read_lines(step_files(run_dir)[3])]
+    movers = {line["turns"][0]["policy"] for line in episodes}
+    assert movers == {"player", "opponent"}, "seats alternate"
+    for group in {line["group_id"] for line in episodes}:  # one seat and one start in a group
+        assert len({line["task_id"] for line in episodes if line["group_id"] == group}) == 1
+    last = [line for line in metrics(run_dir) if "eval/reward" in line][-1]
+    assert 0 < last["eval/episode/best_moves"] < 1
+    assert {"eval/episode/illegal_moves", "eval/episode/won_by_illegal_move"} <= last.keys()

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.duo_base import make as duo_base
 from examples.search_base import make as search_base
+from examples.selfplay_base import make as selfplay_base
 from examples.service_base import make as service_base
 from examples.shell_base import make as shell_base
 from examples.tiny_base import make as tiny_base
@@ -20,6 +21,7 @@ RECIPES = [
     pytest.param(tiny_base, id="tiny_base"),
     pytest.param(duo_base, id="duo_base"),
     pytest.param(search_base, id="search_base"),
+    pytest.param(selfplay_base, id="selfplay_base"),
     pytest.param(service_base, id="service_base"),
     pytest.param(shell_base, id="shell_base"),
 ]
@@ -27,6 +29,7 @@ STEPS = {
     tiny_base: (60, 4),
     duo_base: (0.08, 2),
     search_base: (0.1, 3),
+    selfplay_base: (0.1, 3),
     service_base: (0.1, 3),
     shell_base: (0.1, 2),
 }
@@ -39,12 +42,18 @@ def model_of(recipe: ModuleType) -> Path:
     return Path(recipe.__file__).parent / "model"
 
 
+def skip_without_games(recipe: ModuleType) -> None:
+    if recipe is selfplay_base:
+        pytest.importorskip("textarena")
+
+
 def test_it_is_small_enough_for_a_repository(recipe: ModuleType) -> None:
     assert sum(file.stat().st_size for file in model_of(recipe).iterdir()) <= 4_000_000
 
 
 @pytest.mark.slow
 def test_the_recipe_gives_the_committed_tokenizer(recipe: Any, tmp_path: Path) -> None:
+    skip_without_games(recipe)
     recipe.make_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_text() == (model_of(recipe) / name).read_text(), (
@@ -67,6 +76,7 @@ def test_it_loads_as_any_other_model(recipe: Any) -> None:
 def test_some_steps_of_the_recipe_bring_the_loss_down(
     recipe: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_without_games(recipe)
     monkeypatch.setattr(recipe, "BATCH", recipe.BATCH // 4)
     steps, factor = STEPS[recipe]
     tokenizer = AutoTokenizer.from_pretrained(model_of(recipe))
