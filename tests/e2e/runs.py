@@ -22,6 +22,7 @@ DEMO = REPO / "examples" / "demo" / "config.toml"
 SMALL = [
     "--run.live_view=false", "--trainer.groups_per_batch=4", "--trainer.group_size=4", "--eval.tasks=16",
     "--eval.interim_tasks=8", "--agent.max_concurrency=32", "--trainer.checkpoint_every=2",
+    "--agent.deadline_s=120",  # on shared cores an episode may take more than the demo's 30 s
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 

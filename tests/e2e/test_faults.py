@@ -49,7 +49,7 @@ def sampled_by(run: TrainProcess, engine: str) -> int:
 
 def test_killed_servers_restart_and_the_run_continues(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with training(run_dir, "--trainer.steps=9", "--agent.deadline_s=120") as run:
+    with training(run_dir, "--trainer.steps=9") as run:
         run.until_step(1)
         first = run.owned("engine")
         for step, name, times in ((1, "gateway", 1), (3, "engine", 1), (5, "gateway", 2)):
