@@ -11,7 +11,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.history import RequestHistories
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.request_body import LARGE, MAX_VALUES, parse, parse_large
+from tidegate.gateway.turns.request_body import LARGE, parse, parse_large
 
 SESSION_HEADER = b"x-tidegate-session"
 MAX_NAME = 200
@@ -43,7 +43,7 @@ def read_call(
 ) -> ClientCall:
     """Read a call to one of these policies; `probe` is a session without turns. Raises ApiError. A large
     body needs a thread."""
-    payload = parse(body) if len(body) <= LARGE else parse_large(body, MAX_VALUES).unfold()
+    payload = parse(body) if len(body) <= LARGE else parse_large(body)
     name, previous = _name(payload, headers), payload.get("previous_response_id")
     digest = digest_of(b"%s/0/" % dialect.__name__.encode(), body)
     retries = headers.get(b"x-stainless-retry-count", b"0")

@@ -92,19 +92,17 @@ class DialectEndpoint:
         calls: list[ModelCall] = []
         async with RequestReader(session, gateway.turns, gateway.threads) as reader:
             body = await reader.body(receive)
-            parsed = await reader.parse(body, _position(dialect_name, 0))
-            policy = reader.choose(gateway.policies.of(parsed.value.get("model")).prompts)
-            await gateway.turns.wait_for_closed_streams(session, parsed.text)
+            value = await reader.parse(body, _position(dialect_name, 0))
+            policy = reader.choose(gateway.policies.of(value.get("model")).prompts)
+            await gateway.turns.wait_for_closed_streams(session, body)
             request = await reader.read(
-                parsed,
+                value,
                 lambda payload: self._dialect.read(payload, session),
                 lambda request: request.turn_requests,
             )
             await gateway.turns.wait_for_closed_streams(session, turn_requests=request.turn_requests)
             exempt = (
-                exemption_reason(session, parsed.value, headers)
-                or untrained_key(gateway, session)
-                or policy.exempt
+                exemption_reason(session, value, headers) or untrained_key(gateway, session) or policy.exempt
             )
             try:
                 for index, turn_request in enumerate(request.turn_requests):
@@ -162,10 +160,10 @@ class CountEndpoint:
 
     async def _tokens(self, session: GatewaySession, receive: Receive) -> int:
         async with RequestReader(session, self._gateway.turns, self._gateway.threads) as reader:
-            parsed = await reader.parse(await reader.body(receive))
-            reader.choose(self._gateway.policies.of(parsed.value.get("model")).prompts)
+            value = await reader.parse(await reader.body(receive))
+            reader.choose(self._gateway.policies.of(value.get("model")).prompts)
             turn_request = await reader.read(
-                parsed, messages.read_prompt, lambda request: [request], record_overflow=False
+                value, messages.read_prompt, lambda request: [request], record_overflow=False
             )
             return await reader.count(turn_request)
 

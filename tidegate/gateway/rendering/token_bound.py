@@ -7,7 +7,6 @@ encoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -69,15 +68,13 @@ class TokenBound:
             role for role in ("user", "tool") if _writes_content_unchanged(renderer, role)
         )
 
-    def min_tokens(
-        self, messages: list[Message], prompt: str | None, weigh: Callable[[str], int] = min_characters
-    ) -> int:
+    def min_tokens(self, messages: list[Message], prompt: str | None) -> int:
         """Lower bound of the tokens of messages, or of the text `prompt` if given."""
         if self._max_token_length is None:
             return 0
         if prompt is not None:
-            return -(-weigh(prompt) // self._max_token_length)
-        return -(-sum(weigh(self._text(message)) for message in messages) // self._max_token_length)
+            return -(-min_characters(prompt) // self._max_token_length)
+        return -(-sum(min_characters(self._text(message)) for message in messages) // self._max_token_length)
 
     def _text(self, message: Any) -> str:
         """The text that a message certainly adds to the prompt."""

@@ -14,7 +14,6 @@ import numpy as np
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest
 from tidegate.gateway.errors import context_exceeded, unsupported
-from tidegate.gateway.large_json import Folded
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.parsing.parts import PlainParser, ReplyParser
 from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
@@ -22,7 +21,7 @@ from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_sea
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
-from tidegate.gateway.rendering.token_bound import TokenBound, min_characters
+from tidegate.gateway.rendering.token_bound import TokenBound
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sampling import (
     RequestedSampling,
@@ -104,13 +103,11 @@ class PromptBuilder:
         """Size of the model's context in tokens, if known."""
         return self._pool.max_context(self.policy.engines) or self._model_context
 
-    def check_fits(self, session: GatewaySession | None, request: TurnRequest, folded: Folded) -> None:
+    def check_fits(self, session: GatewaySession | None, request: TurnRequest) -> None:
         """Raises ApiError if a lower bound on the prompt's tokens exceeds the context, without encoding it.
-        `folded` holds the long texts of the request's placeholders. The overflow is noted in `session`."""
+        The overflow is noted in `session`."""
         text = request.prompt if isinstance(request.prompt, str) else None
-        least = self._bound.min_tokens(
-            request.messages, text, lambda part: folded.weigh(part, min_characters)
-        )
+        least = self._bound.min_tokens(request.messages, text)
         if isinstance(request.prompt, list):
             least = len(request.prompt)
         if self.context is not None and least >= self.context:

@@ -14,7 +14,7 @@ from typing import Any
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody
-from tidegate.gateway.turns.request_body import LARGE, MAX_VALUES, parse_large
+from tidegate.gateway.turns.request_body import LARGE, parse_large
 from tidegate.service import exact
 from tidegate.tracebacks import where
 
@@ -57,8 +57,7 @@ def redact_body(body: RawBody, redaction: Redaction) -> bytes:
         ApiError: The redaction failed, or the body has too many values or is nested too deeply.
     """
     try:
-        large = len(body) > LARGE
-        value = parse_large(body, MAX_VALUES).unfold() if large else exact.loads(body)
+        value = parse_large(body) if len(body) > LARGE else exact.loads(body)
     except exact.TooDeepError:
         raise _too_deep() from None
     except ValueError:

@@ -12,11 +12,10 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from tidegate.gateway.large_json import Folded
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.body_prefixes import MIN_BODY
@@ -29,16 +28,6 @@ from tidegate.gateway.turns.request_body import LARGE, parse, parse_large, read_
 T = TypeVar("T")
 _MAX_VALUES = 100_000
 """Values in a large body, excluding the ids of a prompt that fills the context."""
-
-
-class Parsed(NamedTuple):
-    """A parsed request body."""
-
-    value: dict[str, Any]
-    """The JSON object; long strings are replaced by placeholders if `folded` is set."""
-    text: RawBody
-    """The JSON text, with the same placeholders."""
-    folded: Folded | None = None
 
 
 class Threads:
@@ -99,7 +88,7 @@ class RequestReader:
             await self._lock()
         return body
 
-    async def parse(self, body: RawBody, position: bytes | None = None) -> Parsed:
+    async def parse(self, body: RawBody, position: bytes | None = None) -> dict[str, Any]:
         """Parses the body. Raises ApiError.
 
         With `position`, that of the request's first reply, a body that begins like an earlier one of the
@@ -117,20 +106,19 @@ class RequestReader:
             if found is not None:
                 self._large = False
                 value, self._first_digest = found
-                return Parsed(value, body)
+                return value
         self._store_prefix = partial(prefixes.remember, position, body)
         return await self._parse(body)
 
-    async def _parse(self, body: RawBody) -> Parsed:
+    async def _parse(self, body: RawBody) -> dict[str, Any]:
         if not self._large:
-            return Parsed(parse(body), body)
+            return parse(body)
         context = max(prompts.context or len(body) for prompts in self._turns.prompts.values())
-        folded = await self._threads.run(True, parse_large, body, _MAX_VALUES + context)
-        return Parsed(folded.value, folded.text, folded)
+        return await self._threads.run(True, parse_large, body, _MAX_VALUES + context)
 
     async def read(
         self,
-        parsed: Parsed,
+        value: dict[str, Any],
         read: Callable[[Any], T],
         turn_requests: Callable[[T], Sequence[TurnRequest]],
         *,
@@ -138,24 +126,18 @@ class RequestReader:
     ) -> T:
         """Translates the body with `read`. Raises ApiError, also for prompts that exceed the context. With
         `record_overflow`, the session records that its history exceeds the context."""
-        folded = parsed.folded
-        if folded is None:
-            self._note(parsed.value)
-            return read(parsed.value)
         session = self._session if record_overflow else None
 
-        def read_large() -> T:
-            for request in turn_requests(read(folded.value)):
-                self._prompts.check_fits(session, request, folded)
-            value = folded.unfold()
-            self._note(value)
-            return read(value)
+        def read_noted() -> T:
+            if self._store_prefix is not None:
+                self._first_digest = self._store_prefix(value)
+            result = read(value)
+            if self._large:
+                for request in turn_requests(result):
+                    self._prompts.check_fits(session, request)
+            return result
 
-        return await self._threads.run(True, read_large)
-
-    def _note(self, value: dict[str, Any]) -> None:
-        if self._store_prefix is not None:
-            self._first_digest = self._store_prefix(value)
+        return await self._threads.run(True, read_noted) if self._large else read_noted()
 
     async def call(self, request: TurnRequest) -> ModelCall:
         """Returns the call for a request. Raises ApiError."""
