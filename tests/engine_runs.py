@@ -65,7 +65,7 @@ def adapters_of_two_policies_continue_after_a_kill(
         run.until_step(2, timeout=600)
         run.kill()
     with training(run_dir, "--resume", "--trainer.steps=4", *adapters, config=DUO) as run:
-        assert run.wait(timeout=600) == 0, run.output()[-3000:]
+        assert run.wait(timeout=1200) == 0, run.output()[-3000:]
     held(run_dir)
     assert [path.name for path in (run_dir / "logs").glob("engine*.log")] == ["engine-solver.log"]
     for name in ("solver", "verifier"):  # known of tokens of the trainer's own version only
