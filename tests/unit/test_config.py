@@ -174,12 +174,9 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         (
             [
                 *MODEL,
-                "--trainer.loss.name",
-                "masked_is",
-                "--trainer.loss.level",
-                "sequence",
-                "--trainer.loss.score_centering",
-                "8",
+                "--trainer.loss.name=masked_is",
+                "--trainer.loss.level=sequence",
+                "--trainer.loss.score_centering=8",
             ],
             'score_centering = 8 needs level = "token"',
         ),
@@ -215,12 +212,9 @@ STREAMING = ["--trainer.minibatches", "3", "--trainer.streaming", "true"]
         (
             [
                 *MODEL,
-                "--trainer.loss.name",
-                "decoupled_ppo",
-                "--trainer.minibatches",
-                "2",
-                "--trainer.ess_scaling",
-                "true",
+                "--trainer.loss.name=decoupled_ppo",
+                "--trainer.minibatches=2",
+                "--trainer.ess_scaling=true",
             ],
             "ess_scaling needs the effective sample size of the whole batch",
         ),
