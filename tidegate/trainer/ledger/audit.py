@@ -143,7 +143,7 @@ def _check_trajectories(run_dir: Path, check: LedgerCheck) -> None:
             if line.get("state") != State.STEPPED or step not in taken:
                 continue
             recorded[step, line["group_id"]] += 1
-            turns = [turn for turn in line["turns"] if turn["delivered"]]
+            turns = [turn for turn in line["turns"] if turn["delivered"] and not turn.get("exempt")]
             versions[line["group_id"]] |= {span[0] for turn in turns for span in turn["version_spans"]}
             versions[line["group_id"]] |= {
                 turn["kv_version"] for turn in turns if turn.get("kv_version") is not None

@@ -550,6 +550,16 @@ def test_tokens_that_contradict_the_ledger_are_found(run_dir: Path) -> None:
     assert any("has tokens of version 1" in finding for finding in audit_run(run_dir).findings)
 
 
+def test_older_tokens_of_an_opponent_that_is_not_trained_are_no_finding(run_dir: Path) -> None:
+    path = run_dir / "trajectories" / "step_000003.jsonl"
+    episodes = lines(path)
+    turns = episodes[0]["turns"]
+    turns.append({**turns[0], "version_spans": [[1, 0, 3]], "exempt": "policy 'opponent', which is frozen"})
+    path.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    audit = audit_run(run_dir)
+    assert audit.consistent, table(audit)
+
+
 def test_metrics_of_a_step_that_never_was_are_found(run_dir: Path) -> None:
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write('{"step": 9}\n')
