@@ -14,14 +14,13 @@ from typing import Any
 from pydantic import model_validator
 
 from tidegate import __version__
+from tidegate.settings.adapters import check_adapter
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.settings.policies import PolicySettings, check_policies
 from tidegate.settings.reading import STARTED, load
 from tidegate.settings.run import AgentSettings, ClusterSettings, RunSettings
 from tidegate.settings.sections import SettingsSection, to_toml
 from tidegate.settings.servers import (
-    SGLANG_NEEDS,
-    VLLM_RANKS,
     EngineSettings,
     EnvSettings,
     GatewaySettings,
@@ -191,7 +190,7 @@ class Settings(SettingsSection):
             )
         if self.engine.pause == "in_place":
             self._check_pause()
-        self._check_adapter()
+        check_adapter(self.trainer, self.engine)
         if (self.trainer.backend == "tinker") != (self.engine.kind == "tinker"):
             raise ValueError(
                 f'trainer.backend = "{self.trainer.backend}" and engine.kind = "{self.engine.kind}": a '
@@ -272,44 +271,6 @@ class Settings(SettingsSection):
             raise ValueError(
                 f'engine.pause = "in_place" contradicts trainer.promotion.mode = '
                 f'"{self.trainer.promotion.mode}", which takes versions back: remove one of the two'
-            )
-
-    def _check_adapter(self) -> None:
-        """Raises ValueError if engines or transport cannot take a LoRA adapter."""
-        if self.trainer.lora.publish != "adapter":
-            return
-        kind, promotion, rank = self.engine.kind, self.trainer.promotion.mode, self.trainer.lora.rank
-        if kind == "tinker":
-            raise ValueError(
-                'trainer.lora.publish = "adapter" has no effect with engine.kind = "tinker", whose service '
-                "keeps the adapter; remove it"
-            )
-        if kind != "embedded" and promotion != "always":
-            raise ValueError(
-                f'trainer.lora.publish = "adapter" does not go with trainer.promotion.mode = "{promotion}" '
-                f'and engine.kind = "{kind}", which cannot start with an earlier adapter; use "merged"'
-            )
-        if kind == "vllm" and rank > max(VLLM_RANKS):
-            raise ValueError(
-                f"trainer.lora.rank = {rank}: vLLM serves adapters of at most rank {max(VLLM_RANKS)}; lower "
-                'it, or use trainer.lora.publish = "merged"'
-            )
-        targets = {target.rpartition(".")[2] for target in self.trainer.lora.targets}
-        missing = {need for given, need in SGLANG_NEEDS if given in targets} - targets
-        if kind == "sglang" and missing:
-            raise ValueError(
-                f"trainer.lora.targets = {self.trainer.lora.targets}: SGLang joins matrices of some layers "
-                f"and reads these only with {' and '.join(sorted(missing))}, too; add it"
-            )
-        if self.engine.pause == "in_place":
-            raise ValueError(
-                'engine.pause = "in_place" has no effect with trainer.lora.publish = "adapter", whose '
-                "publishes pause nothing; remove it"
-            )
-        if self.trainer.publish_transport != "files":
-            raise ValueError(
-                'trainer.lora.publish = "adapter" needs trainer.publish_transport = "files": a broadcast '
-                "sends whole models; remove one of the two"
             )
 
     def _check_promotion(self) -> None:

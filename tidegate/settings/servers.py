@@ -22,13 +22,6 @@ GREEDY_BELOW = 1e-6
 """Temperature below which engines take the likeliest token, as SGLang does; logits are not divided then."""
 MAX_KEPT = 1024
 """Limit of top-k in training: the kept ids are recorded in place of each token."""
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's --max-lora-rank."""
-SGLANG_NEEDS = (
-    ("q_proj", "v_proj"), ("k_proj", "q_proj"), ("k_proj", "v_proj"), ("v_proj", "q_proj"),
-    ("up_proj", "gate_proj"),
-)  # fmt: skip
-"""Layers whose adapters SGLang 0.5.23 reads only beside those of the second one."""
 DEFAULT_KEPT = 512
 """Top-k in training with top-p or min-p, if it is not set."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,25 @@ def _total_bytes(weights: Path) -> int:
         return sum(file.stat().st_size for place in places for file in place.iterdir())
     except (FileNotFoundError, WeightsError):
         return 0
+
+
+async def switch_adapters(
+    named: Mapping[str, bool], version: int, announce: Callable[[str], Awaitable[None]]
+) -> None:
+    """Have requests name the adapters of this version, and unload those of earlier ones.
+
+    An engine that fails meanwhile has it after a restart, or unloads them at the next publish.
+
+    Args:
+        named: Whether policies have names, by URL of an engine.
+        version: Version that the engines have loaded.
+        announce: Has the gateway name the adapters that an engine serves now.
+    """
+
+    async def switch(url: str) -> None:
+        await announce(url)
+        with contextlib.suppress(EngineError):
+            await EngineControl(url, http).unload_adapters(version, named=named[url])
+
+    async with aiohttp.ClientSession() as http:
+        await asyncio.gather(*map(switch, named))

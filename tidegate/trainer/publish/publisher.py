@@ -14,7 +14,6 @@ drops them. An engine that cannot be updated is reported, so that its owner rest
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import shutil
 import time
@@ -29,7 +28,7 @@ from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.service.backoff import backoff_s
 from tidegate.trainer.publish.broadcast import WeightBroadcaster
-from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.engine_control import EngineControl, switch_adapters
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
@@ -240,21 +239,8 @@ class Publisher:
             await self.quarantine(url, str(failed[url]))
 
     async def _switch_adapters(self, urls: Iterable[str], version: int) -> None:
-        """Have requests name the adapters of this version, and unload those of earlier ones.
-
-        An engine that fails meanwhile has it after a restart, or unloads them at the next publish.
-        """
-        announce = self.announce
-        if announce is None:
-            return
-
-        async def switch(url: str) -> None:
-            await announce(url)
-            with contextlib.suppress(EngineError):
-                await EngineControl(url, http).unload_adapters(version, named=bool(self.serves(url)))
-
-        async with aiohttp.ClientSession() as http:
-            await asyncio.gather(*map(switch, urls))
+        if self.announce is not None:
+            await switch_adapters({url: bool(self.serves(url)) for url in urls}, version, self.announce)
 
     async def _send(
         self, http: aiohttp.ClientSession, version: int, skipped: set[str], keep_kv_of: int | None
