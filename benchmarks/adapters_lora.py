@@ -1,6 +1,6 @@
 """Compares LoRA adapters that the embedded engine applies unmerged with merged weights.
 
-    python benchmarks/adapters_lora.py [--json] [--repeats 3] [--rank 8] [--vllm PYTHON] [--sglang PYTHON]
+    python benchmarks/adapters_lora.py [--json] [--repeats 3] [--rank 8]
 
 The model is random: 10 layers of SmolLM2-135M, and a vocabulary of 8,192. Each linear layer of them has an
 adapter. 16 prompts of 32 tokens get replies of 32 tokens on one thread, in this process.
@@ -8,45 +8,31 @@ adapter. 16 prompts of 32 tokens get replies of 32 tokens on one thread, in this
 - *merged* and *one adapter*: the same policy, published as whole weights and as an adapter.
 - *eight adapters*: two rows of each, in one batch.
 - The largest difference of recorded logprobs from those of the merged model in a plain forward pass.
-- *vllm*, *sglang*: a server from the environment of that interpreter, on the CPU, with the eight adapters and
-  the same prompts: tokens per second, and the median time of a publish of all eight.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import aiohttp
 import torch
 from common import Check, parser_of, place, report
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tidegate.config import EngineSettings, TrainerSettings
+from tidegate.config import TrainerSettings
 from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
 from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.trainer.policy.policy import Policy
-from tidegate.trainer.processes.servers import LINEAR_LAYERS, SGLangServer, vllm_server
-from tidegate.trainer.publish.engine_control import EngineControl
 
 SHAPE = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 9,
          "num_key_value_heads": 3, "vocab_size": 8192, "max_position_embeddings": 256,
          "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 ROWS, TOKENS, ADAPTERS = 16, 32, 8
-LORA = ["--enable-lora", "--max-lora-rank", "64", "--dtype", "float32", "--skip-tokenizer-init"]
-ARGUMENTS = {
-    "vllm": [*LORA, "--max-loras", f"{2 * ADAPTERS}", "--enforce-eager", "--max-model-len", "256",
-             "--block-size", "32", "--gpu-memory-utilization", "0.2"],
-    "sglang": [*LORA, "--max-loras-per-batch", f"{2 * ADAPTERS + 1}", "--lora-target-modules", *LINEAR_LAYERS,
-               "--lora-backend", "torch_native", "--device", "cpu", "--attention-backend", "torch_native",
-               "--max-total-tokens", "16384", "--disable-overlap-schedule"],
-}  # fmt: skip
 
 
 def make_policy(base: Path, rank: int, seed: int) -> Policy:
@@ -58,20 +44,20 @@ def make_policy(base: Path, rank: int, seed: int) -> Policy:
     return policy
 
 
-def ask(row: int, adapter: str) -> dict[str, Any]:
-    return {
-        "input_ids": [(row * 97 + at * 31) % SHAPE["vocab_size"] for at in range(TOKENS)],
-        "sampling_params": {"max_new_tokens": TOKENS, "sampling_seed": row, "ignore_eos": True},
-        "lora_path": adapter, "return_logprob": True,
-    }  # fmt: skip
-
-
 def sample(model: Model, names: list[str]) -> tuple[float, list[Generation]]:
     """Tokens per CPU second, and the replies, with the adapters of these names in turn."""
     model.cache.drop()
     limits = TokenLimits(model.vocab_size, model.max_context, model.eos_ids, False)
     scheduler = Scheduler(model, max_slots=ROWS, version="0", deliver=lambda _: None)
-    replies = [parse_generate(ask(row, names[row % len(names)]), limits) for row in range(ROWS)]
+    asks: list[dict[str, Any]] = [
+        {
+            "input_ids": [(row * 97 + at * 31) % model.vocab_size for at in range(TOKENS)],
+            "sampling_params": {"max_new_tokens": TOKENS, "sampling_seed": row},
+            "lora_path": names[row % len(names)], "return_logprob": True,
+        }
+        for row in range(ROWS)
+    ]  # fmt: skip
+    replies = [parse_generate(ask, limits) for ask in asks]
     began = time.process_time()
     for reply in replies:
         scheduler.submit(reply)
@@ -92,46 +78,10 @@ def largest_error(merged: Any, replies: list[Generation]) -> float:
     return worst
 
 
-async def on_server(kind: str, python: Path, directory: Path, names: list[str], plain: Any) -> dict[str, Any]:
-    """Tokens per second and seconds of a publish at a server, and the largest error of its logprobs."""
-    settings = EngineSettings(kind=kind, python=python, arguments=ARGUMENTS[kind])
-    make: Any = vllm_server if kind == "vllm" else SGLangServer
-    server = make(settings, lambda: (directory / "base", 0), directory, kind, 0)
-    rates, publishes, replies = [], [], []
-    try:
-        async with aiohttp.ClientSession() as http:
-            control = EngineControl(await server.start(), http)
-            for version in range(1, 5):  # the first is a warm-up
-                began = time.perf_counter()
-                await control.load(directory / "many", version)
-                publishes.append(time.perf_counter() - began)
-                if kind == "sglang":
-                    await control.unload_adapters(version, named=True)
-                mark = f"v{version}-" if kind == "sglang" else ""
-                asks = [ask(row, mark + names[row % len(names)]) for row in range(ROWS)]
-                began = time.perf_counter()
-                replies = await asyncio.gather(*(control.call("/generate", one) for one in asks))
-                rates.append(ROWS * TOKENS / (time.perf_counter() - began))
-    finally:
-        await server.stop()
-    limits, sampled = TokenLimits(SHAPE["vocab_size"], 256, frozenset(), False), []
-    for row in range(len(names) - 1, ROWS, len(names)):  # of the last adapter, as `plain`
-        sampled.append(parse_generate(ask(row, ""), limits))
-        sampled[-1].output_ids = replies[row]["output_ids"]
-        pairs = replies[row]["meta_info"]["output_token_logprobs"]
-        sampled[-1].logprobs = [pair[0] for pair in pairs]
-    return {
-        "weights": kind, "tokens_per_second": median(rates[1:]), "publish_seconds": median(publishes[1:]),
-        "logprob_error": largest_error(plain, sampled),
-    }  # fmt: skip
-
-
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rank", type=int, default=8)
-    for kind in ARGUMENTS:
-        parser.add_argument(f"--{kind}", type=Path, help=f"Python of the environment with {kind}")
     arguments = parser.parse_args()
     with place(None, "adapters") as directory:
         base, names = directory / "base", [f"policy-{number}" for number in range(ADAPTERS)]
@@ -153,12 +103,6 @@ def main() -> int:
                 rates[kind].append(rate)
                 own = [reply for reply in replies if reply.adapter in ("", names[-1])]
                 errors[kind] = largest_error(plain, own)
-        servers = [
-            asyncio.run(on_server(kind, python, directory, names, plain))
-            for kind in ARGUMENTS
-            if (python := getattr(arguments, kind)) is not None
-        ]
-    errors |= {server["weights"]: server["logprob_error"] for server in servers}
     figures = {kind: median(values[1:]) for kind, values in rates.items()}
     results = [{"weights": kind, "tokens_per_cpu_second": figures[kind]} for kind in kinds]
     ratio = figures["eight adapters"] / figures["one adapter"]
@@ -168,7 +112,7 @@ def main() -> int:
         Check("logprob_error", max(errors.values()), "<=", 1e-4),
     ]
     unmerged = {"unmerged_vs_merged": figures["one adapter"] / figures["merged"]}
-    return report([*results, unmerged, *servers], checks, as_json=arguments.json)
+    return report([*results, unmerged], checks, as_json=arguments.json)
 
 
 if __name__ == "__main__":
