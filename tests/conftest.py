@@ -29,7 +29,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     # Imports create a million long-lived objects, which the collector would scan in vain.
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
 
