@@ -102,6 +102,9 @@ class TrainerSettings(SettingsSection):
     sample size of the batch (docs/losses.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW on matrices."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's mean of the gradients. Older gradients in this mean delay a step as staleness does:
+    less helps with stale samples (docs/losses.md)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of a linear warm-up of the learning rate from 0."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0

@@ -29,13 +29,13 @@ from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.checkpoint import TRAINER_STATE, sync_tree
 from tidegate.trainer.checkpoint.huggingface import tokenizer_files
 from tidegate.trainer.policy.diagnostics import distance_metrics
-from tidegate.trainer.policy.optimizer import learning_rate
+from tidegate.trainer.policy.optimizer import BETA2, learning_rate
 from tidegate.trainer.records.formats import datum_fields
 
 CLIP = (0.8, 1.2)
 """Bounds of the ratio in `ppo` and `cispo` at a service, unless `trainer.tinker.loss_config` has others."""
-BETAS, EPS = (0.9, 0.999), 1e-8
-"""AdamW's constants, those of this trainer's own."""
+EPS = 1e-8
+"""AdamW's constant, that of this trainer's own."""
 REFUSED = (400, 401, 403, 404, 405, 422)
 """Statuses that a second try does not change; some services have no call that deletes, and answer 405."""
 DELETE_S = 60.0
@@ -163,7 +163,7 @@ class TinkerPolicy:
         if not all(np.isfinite(values).all() for values in policy):
             return policy, None
         adam = tinker.AdamParams(
-            learning_rate=rate, beta1=BETAS[0], beta2=BETAS[1], eps=EPS,
+            learning_rate=rate, beta1=self.settings.beta1, beta2=BETA2, eps=EPS,
             weight_decay=self.settings.weight_decay, grad_clip_norm=self.settings.max_grad_norm,
         )  # fmt: skip
         failpoints.reach("tinker.backward")

@@ -58,15 +58,15 @@ def likelihood(model: Any, batch: list[TrainingSequence]) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("microbatch_tokens", [64, 8192])
+@pytest.mark.parametrize(("microbatch_tokens", "beta1"), [(64, 0.9), (8192, 0.5)])
 def test_a_step_is_one_of_adamw_on_the_mean_likelihood_of_the_tokens(
-    tmp_path: Path, microbatch_tokens: int
+    tmp_path: Path, microbatch_tokens: int, beta1: float
 ) -> None:
     base, batch = make_model(tmp_path / "base"), rows(9)
-    settings = TrainerSettings(learning_rate=RATE, microbatch_tokens=microbatch_tokens)
+    settings = TrainerSettings(learning_rate=RATE, microbatch_tokens=microbatch_tokens, beta1=beta1)
     policy = Policy.load(base, settings.model_copy(update={"loss": NLLLoss()}))
     model = AutoModelForCausalLM.from_pretrained(base).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(beta1, 0.999), weight_decay=0.0)
     for step in range(2):
         expected = likelihood(model, batch)
         assert policy.validation_loss(batch) == pytest.approx(expected.item(), rel=1e-5)

@@ -9,6 +9,8 @@ import torch
 
 from tidegate.config import TrainerSettings
 
+BETA2 = 0.999
+"""Decay of AdamW's mean of the squared gradients."""
 FINAL_RATE = 0.1
 """Share of the learning rate left at the last step of a schedule that falls."""
 
@@ -37,7 +39,10 @@ def adamw(model: Any, settings: TrainerSettings) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=settings.learning_rate, fused=True
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, BETA2),
+        fused=True,
     )
 
 
