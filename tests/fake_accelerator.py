@@ -1,7 +1,7 @@
-"""Runs a pass, its loss and a publish on a fake accelerator: `python -m tests.fake_accelerator`.
+"""Runs a pass, its loss, a publish and decode steps on a fake device: `python -m tests.fake_accelerator`.
 
 Its tensors have shapes and no values. An operation on tensors of two devices raises. Prints a JSON object
-with the number of microbatches, and the copies to and from the accelerator.
+with the numbers of microbatches and decode steps, and the copies to and from the accelerator.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, masking_utils
 
 from tests.unit.trainer.learning_fixtures import VOCABULARY, make_group, make_rows
 from tidegate.config import TrainerSettings
+from tidegate.engine.model.model import Model
+from tidegate.engine.requests.params import TokenLimits
+from tidegate.engine.requests.request import parse_generate
+from tidegate.engine.scheduling.slots import Slots
 from tidegate.trainer.policy import attention, forward, policy
 from tidegate.trainer.policy.diagnostics import Diagnostics
 
 DEVICE = "fakegpu"
+DECODED = 3
+KINDS: list[dict[str, Any]] = [{}, {"temperature": 0}, {"top_k": 5}, {"presence_penalty": 0.5}]
 
 
 class Copies(TorchDispatchMode):
@@ -63,6 +69,22 @@ def on_accelerator(model: Any) -> Any:
     return model
 
 
+def decode(hf_model: Any, kind: dict[str, Any]) -> None:
+    """Samples DECODED tokens of three requests with the embedded engine's model."""
+    model = Model(hf_model, max_slots=4, max_context=64)
+    limits = TokenLimits(model.vocab_size, model.max_context, model.eos_ids, False)
+    slots = Slots(model.max_slots)
+    prompts = ([5, 3, 8], [7, 1, 2, 9], [4, 6])
+    model.prefill(0, [prompt[:-1] for prompt in prompts], [0] * len(prompts))
+    for prompt in prompts:
+        slots.add(
+            parse_generate({"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, **kind}}, limits)
+        )
+    for _ in range(DECODED):
+        ids, _ = model.decode(slots)
+        slots.advance(ids)
+
+
 def main() -> None:
     _setup_privateuseone_for_python_backend(DEVICE)
     config = Qwen3Config(
@@ -70,7 +92,10 @@ def main() -> None:
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
     )  # fmt: skip
     settings = TrainerSettings(device="cuda", microbatch_tokens=128, learning_rate=1e-6)
-    made = torch.tensor
+    made, shared = torch.tensor, torch.from_numpy
+
+    def from_numpy(array: np.ndarray) -> torch.Tensor:
+        return torch.empty(array.shape, dtype=shared(array).dtype)
 
     def tensor(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         value = torch.empty(0, **options) if data == [] else made(data, *args, **options)
@@ -79,6 +104,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (torch, "tensor", tensor),
+            (torch, "from_numpy", from_numpy),
             (policy, "adamw", lambda *_: mock.Mock()),
             (forward, "_can_split", lambda *_: True),
             (forward.Forward, "_can_share", lambda _: True),
@@ -109,10 +135,16 @@ def main() -> None:
             computed = len(copies.to_host)
             for bucket in held.weight_buckets(2**20, "bfloat16", on_device=True):
                 assert {value.device.type for value in bucket.values()} == {DEVICE}
+        fetch = mock.patch.object(torch.Tensor, "numpy", lambda value: np.zeros(value.shape))
+        decoded = Copies()
+        with fetch, decoded:
+            for kind in KINDS:
+                decode(model, kind)
     print(
         json.dumps({
             "microbatches": microbatches, "to_device": copies.to_device, "to_host": copies.to_host[:computed],
             "published": copies.to_host[computed:],
+            "decoded": DECODED * len(KINDS), "sampled": decoded.to_host,
         })
     )  # fmt: skip
 

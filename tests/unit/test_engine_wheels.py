@@ -16,12 +16,15 @@ def test_routes_and_fields_that_are_missing_are_named(
     used = {"/a": ("Body", "one two"), "/b": ("Gone", ""), "/c": ("", ""), "/d": ("", "")}
     monkeypatch.setitem(engine_wheels.USED, "sglang", used)
     with zipfile.ZipFile(tmp_path / "sglang-1-py3-none-any.whl", "w") as archive:
-        archive.writestr("sglang/io.py", "class Base:\n    one: int\nclass Body(Base):\n    three: int\n")
+        archive.writestr(
+            "sglang/io.py",
+            "class Base:\n    one: int\nclass Body(Base):\n    three: int\n    four = 4\n    five: int = 5\n",
+        )
         archive.writestr(
             "sglang/http.py", '@app.post("/a")\n@app.api_route("/b", methods=[])\n@app.get(\n    "/c",\n)\n'
         )
     found = engine_wheels.missing(tmp_path / "sglang-1-py3-none-any.whl")
-    assert found == ["/d", "/a: two", "/b: class Gone"]
+    assert found == ["/d", "/a: two", "/a: three, which is required", "/b: class Gone"]
 
 
 @pytest.mark.slow
