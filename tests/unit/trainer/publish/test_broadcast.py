@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
-import os
 import runpy
+import tempfile
 import threading
 import weakref
+import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from unittest.mock import AsyncMock
 import pytest
 import torch
 
+from tests import engine_wheels
 from tests.waiting import eventually
 from tidegate.errors import EngineError
 from tidegate.trainer.publish import broadcast as sender
@@ -301,14 +304,22 @@ class OwnLock:
             self._changed.notify_all()
 
 
+@functools.cache
+def class_of_sglang() -> Callable[[], UpdateLock]:
+    """The class in SGLang's wheel, of the version in the requirements."""
+    (requirement,) = (one for one in engine_wheels.pinned() if one.startswith("sglang=="))
+    with tempfile.TemporaryDirectory() as directory:
+        with zipfile.ZipFile(engine_wheels.download(requirement, Path(directory))) as wheel:
+            file = wheel.extract("sglang/srt/utils/aio_rwlock.py", directory)
+        found: Callable[[], UpdateLock] = runpy.run_path(file)["RWLock"]
+    return found
+
+
 def lock_of_sglang() -> UpdateLock:
-    """SGLang's own lock, from the environment of `make test-sglang`."""
-    python = Path(os.environ.get("TIDEGATE_SGLANG_PYTHON") or ".venvs/sglang/bin/python")
-    files = sorted(python.parent.parent.glob("lib/python*/site-packages/sglang/srt/utils/aio_rwlock.py"))
-    if not files:
-        pytest.skip("needs SGLang's files: make test-sglang")
-    lock: UpdateLock = runpy.run_path(str(files[0]))["RWLock"]()
-    return lock
+    return class_of_sglang()()
+
+
+LOCKS = [OwnLock, pytest.param(lock_of_sglang, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 
 
 @dataclass
@@ -338,7 +349,7 @@ class Locked(Receiver):
             await may_end.wait()
 
 
-@pytest.mark.parametrize("lock", [OwnLock, lock_of_sglang])
+@pytest.mark.parametrize("lock", LOCKS)
 @pytest.mark.parametrize("fails_at", [None, 0])
 async def test_an_engine_with_running_requests_is_paused_before_its_update_begins(
     lock: Callable[[], UpdateLock], fails_at: int | None
@@ -387,7 +398,7 @@ class Keeping(EngineControl):
         return {"weight_version": self.label}
 
 
-@pytest.mark.parametrize("lock", [OwnLock, lock_of_sglang])
+@pytest.mark.parametrize("lock", LOCKS)
 @pytest.mark.parametrize(("label", "mode"), [("2", "in_place"), ("1", "retract"), ("default", "retract")])
 async def test_requests_keep_their_cache_where_the_version_before_is_served(
     lock: Callable[[], UpdateLock], label: str, mode: str
