@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import gc
 import runpy
 import tempfile
 import threading
 import weakref
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +85,39 @@ class Receiver:
         self.said.append(f"verify {version}")
 
 
+class Lagging(ThreadPoolExecutor):
+    """Threads that, between giving a result and letting it go, wait for a core until an event."""
+
+    def __init__(self, until: threading.Event) -> None:
+        super().__init__(32)
+        self._until = until
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        listened = threading.Event()
+
+        def run() -> Any:
+            listened.wait(10)  # else the listener would be called, and wait, in its own thread
+            return work(*arguments, **named)
+
+        future = super().submit(run)
+        listen = future.add_done_callback
+
+        def listen_and_lag(listener: Callable[[Future[Any]], object]) -> None:
+            listen(listener)
+            listen(lambda _: self._until.wait(10))
+            listened.set()
+
+        future.add_done_callback = listen_and_lag  # type: ignore[method-assign]
+        return future
+
+
 class Source:
     """Buckets of one float each; knows which were gathered, and how many are held at the same time."""
 
     def __init__(self) -> None:
         self.gathered = 0
         self.most = 0
-        self.ended = False
+        self.ended = threading.Event()
         self.thread: str | None = None
         self._held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
@@ -102,14 +128,13 @@ class Source:
                 tensor = torch.full((1,), float(number))
                 self._held.add(tensor)
                 self.gathered += 1
-                gc.collect()
                 self.most = max(self.most, len(self._held))
                 found = {f"layer {number}": tensor}
                 del tensor
                 yield found
                 del found
         finally:
-            self.ended = True
+            self.ended.set()
 
 
 def sender_to(source: Source, notes: list[str], *engines: Receiver) -> WeightBroadcaster:
@@ -121,6 +146,7 @@ def sender_to(source: Source, notes: list[str], *engines: Receiver) -> WeightBro
 @pytest.mark.parametrize("staged", [False, True])
 async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_held(staged: bool) -> None:
     engine, source = Receiver("one", staged=staged, checksum=SENT), Source()
+    asyncio.get_running_loop().set_default_executor(Lagging(source.ended))
     sending = asyncio.create_task(sender_to(source, [], engine).send([engine], 3))
     await eventually(lambda: source.gathered == 2 and engine.said.count("update_weights_from_distributed"))
     for _ in range(20):
@@ -129,7 +155,7 @@ async def test_the_next_bucket_is_gathered_while_one_is_sent_and_no_more_are_hel
     assert source.thread != threading.current_thread().name
     engine.takes.set()
     assert await sending == {"one"}
-    assert (engine.got, source.gathered, source.most, source.ended) == (NUMBER, NUMBER, 2, True)
+    assert (engine.got, source.gathered, source.most, source.ended.is_set()) == (NUMBER, NUMBER, 2, True)
     updates = ["update_weights_from_distributed"] * NUMBER
     before = [] if staged else ["pause"]  # else what comes is live at once
     assert engine.said == [
@@ -162,7 +188,7 @@ async def test_a_send_that_is_cancelled_leaves_engines_that_go_on() -> None:
     with pytest.raises(asyncio.CancelledError):
         await sending
     assert engine.said[-1] == "resume"
-    assert source.ended
+    assert source.ended.is_set()
     assert not sender._links
 
 
@@ -465,7 +491,7 @@ async def test_without_engines_left_nothing_more_is_gathered() -> None:
     broken, source = Receiver("broken", breaks=0), Source()
     assert await sender_to(source, [], broken).send([broken], 3) == set()
     assert source.gathered == 2, "the one that was asked for, and the one ahead"
-    assert source.ended
+    assert source.ended.is_set()
 
 
 @pytest.mark.parametrize("url", ["http://no.such.host.invalid:1", "http://127.0.0.1:1"])
