@@ -55,7 +55,8 @@ from tidegate.types import Group, Outcome, Task, Trajectory
 ROOT = Path(__file__).parents[1]
 LOSSES = (
     *(name for name in BY_NAME if name != "custom"),
-    "dppo:divergence=kl", "dapo:dual_clip=3", "dapo:sequence_mask=0.05", "truncated_is:ess_scaling=true",
+    "dppo:divergence=tv", "dapo:dual_clip=3", "dapo:sequence_mask=0.05", "truncated_is:ess_scaling=true",
+    "truncated_is:score_centering=32",
 )  # fmt: skip
 BOUNDS = ("0", "1", "2", "4", "8", "none")
 DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_staleness)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import REPO
 from tidegate.cli import main
-from tidegate.config import EngineSettings, Settings, load_settings
+from tidegate.config import EngineSettings, Settings, load_settings, saved
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import GSPOLoss
 from tidegate.settings.reading import arguments_of, load, overlay, split_words
@@ -583,7 +583,7 @@ def test_another_kind_on_the_command_line_leaves_out_what_does_not_apply_to_it(t
 
 def test_the_same_kind_on_the_command_line_keeps_the_settings_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
-    for loss, name in (("clip_high = 0.3", "dapo"), ('use = "a.py:b"\noptions = {c = 1}', "custom")):
+    for loss, name in (("threshold = 0.3", "dppo"), ('use = "a.py:b"\noptions = {c = 1}', "custom")):
         path.write_text(f'[model]\npath = "m"\n[trainer.loss]\n{loss}\n')
         assert load_settings(path, [f"--trainer.loss.name={name}"]) == load_settings(path)
     assert load_settings(path, ["--trainer.loss.name=gspo"]).trainer.loss == GSPOLoss()
@@ -796,3 +796,11 @@ def test_shipped_configurations_set_no_staleness_bound_that_is_the_default(confi
     """So that `--trainer.on_policy true` goes with them; deep research needs a bound of its own."""
     if config.parent.name != "deepresearch":
         assert load_settings(config, ["--trainer.on_policy", "true"]).trainer.max_staleness == 0
+
+
+def test_a_run_from_before_the_setting_had_a_beta1_of_09(tmp_path: Path) -> None:
+    file, text = tmp_path / "config.toml", saved(load_settings(None, ["--model.path", "base"]))
+    file.write_text(text)
+    assert load_settings(file).trainer.beta1 == 0.5
+    file.write_text("\n".join(line for line in text.splitlines() if not line.startswith("beta1")))
+    assert load_settings(file).trainer.beta1 == 0.9

@@ -38,7 +38,7 @@ def test_a_policy_has_the_runs_settings_but_for_its_own(tmp_path: Path) -> None:
     settings = load_settings(file, ["--policies.verifier.learning_rate", "2e-3"])
     solver, verifier, rival = (settings.of_policy(name) for name in settings.policies)
     assert (solver.trainer.learning_rate, verifier.trainer.learning_rate) == (1e-3, 2e-3)
-    assert (solver.trainer.loss.name, verifier.trainer.loss.name) == ("gspo", "dapo")
+    assert (solver.trainer.loss.name, verifier.trainer.loss.name) == ("gspo", "dppo")
     assert [str(one.model.path) for one in (solver, verifier, rival)] == ["base", "other", "base"]
     assert (solver.engine.max_slots, verifier.engine.max_slots) == (64, 8)
     assert settings.trained_policies == ["solver", "verifier"]

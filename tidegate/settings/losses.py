@@ -156,7 +156,7 @@ class DPPOLoss(LossSettings):
     clips_by_sign: ClassVar[bool] = True
     name: Literal["dppo"] = "dppo"
     """Name of the loss (docs/losses.md)."""
-    divergence: Literal["tv", "kl"] = "tv"
+    divergence: Literal["tv", "kl"] = "kl"
     """Divergence of π from μ at each token: total variation or KL, of the token against all others."""
     threshold: Annotated[float, Field(gt=0)] | None = None
     """Divergence δ above which a token is not moved further from μ. None: 0.15 for tv, 0.05 for kl."""
@@ -190,7 +190,7 @@ SEVERAL_STEPS = [name for name, kind in BY_NAME.items() if kind.several_steps]
 def _name_of(value: Any) -> str:
     if isinstance(value, LossSettings):
         return value.name
-    return str(value.get("name", "custom" if "use" in value else "dapo"))
+    return str(value.get("name", "custom" if "use" in value else "dppo"))
 
 
 def _nearest(name: str) -> str:

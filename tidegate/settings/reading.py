@@ -133,7 +133,11 @@ def split_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # some editors write a byte order mark
+        raw = tomllib.loads(text)
+        if STARTED in text.partition("\n")[0] and isinstance(trainer := raw.get("trainer"), dict):
+            trainer.setdefault("beta1", 0.9)  # a run of before, when it was no setting
+        return raw
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such settings file") from None
     except IsADirectoryError:

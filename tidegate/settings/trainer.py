@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DAPOLoss
+from tidegate.settings.losses import SEVERAL_STEPS, AnyLoss, DPPOLoss
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.settings.sections import Processes, SettingsSection
 from tidegate.settings.teacher import TeacherSettings
@@ -102,14 +102,15 @@ class TrainerSettings(SettingsSection):
     sample size of the batch (docs/losses.md)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """Weight decay of AdamW on matrices."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Decay of AdamW's mean of the gradients. Older gradients in this mean delay a step as staleness does:
-    less helps with stale samples (docs/losses.md)."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """Decay rate β₁ of AdamW's mean of gradients. Old batches act as momentum already (Mitliagkas et al.,
+    2016), so the usual 0.9 is too much (docs/losses.md). Fine-tuning takes 0.9."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps of a linear warm-up of the learning rate from 0."""
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Norm to which gradients are clipped."""
-    loss: AnyLoss = DAPOLoss()
+    max_grad_norm: Annotated[float, Field(gt=0)] = 0.2
+    """Norm to which gradients are clipped. Most steps have a larger one, so no batch counts much more than
+    others."""
+    loss: AnyLoss = DPPOLoss()
     """Loss, by its name, with the settings that it has (docs/losses.md)."""
     minibatches: Annotated[int, Field(ge=1)] = 1
     """Parts of a batch with an equal number of groups. Each is one optimiser step, which requires

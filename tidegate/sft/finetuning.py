@@ -243,6 +243,7 @@ def trainer_settings(settings: Settings, steps: int) -> TrainerSettings:
             "learning_rate": sft.learning_rate,
             "schedule": sft.schedule,
             "warmup_steps": sft.warmup_steps,
+            "beta1": 0.9,  # no gradient is old
             "minibatches": 1,
             "streaming": False,
             "ess_scaling": False,

@@ -126,7 +126,9 @@ class PolicyState:
         for key, value in sharded.items():
             index, _, name = key.partition(".")
             moments[int(index)][name] = value
-        self.optimizer.load_state_dict({**state["optimizer"], "state": moments})
+        # The settings' own groups: a weight decay that was changed for the resumed run has an effect.
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
         torch.set_rng_state(state["rng"].cpu())
         if state["rng_cuda"] is not None and self.device.type == "cuda":
             torch.cuda.set_rng_state(state["rng_cuda"].cpu(), self.device)

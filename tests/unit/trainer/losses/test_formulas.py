@@ -166,7 +166,7 @@ OWN = {
     "dapo_masked": {"name": "dapo", "dual_clip": DUAL_CLIP, "sequence_mask": SEQUENCE_MASK},
     "grpo_masked": {"name": "grpo", "sequence_mask": SEQUENCE_MASK},
     "dr_grpo_masked": {"name": "dr_grpo", "sequence_mask": SEQUENCE_MASK, "sequence_length": 50},
-    "dppo": {"threshold": 0.03},
+    "dppo": {"divergence": "tv", "threshold": 0.03},
     "dppo_kl": {"name": "dppo", "divergence": "kl", "threshold": 0.01},
 }
 KL = {
@@ -382,7 +382,9 @@ def test_dual_clipping_bounds_the_loss_of_tokens_with_a_negative_advantage(name)
     assert value == pytest.approx(expected, rel=1e-6)
     assert all((one == 0).all() for one in gradients)
     assert cut == sum(row.trained for row in rows)
-    assert ours(TrainerSettings(), rows, logprobs, 4096)[0] == pytest.approx(expected * 10.0 / DUAL_CLIP)
+    assert ours(TrainerSettings(loss={"name": "dapo"}), rows, logprobs, 4096)[0] == pytest.approx(
+        expected * 10.0 / DUAL_CLIP
+    )
 
 
 @pytest.mark.parametrize(("divergence", "threshold"), [("tv", 0.15), ("kl", 0.05)])

@@ -67,7 +67,7 @@ def test_rows_continue_a_shared_prefix_without_a_mask(
     own = torch.nn.functional.scaled_dot_product_attention
 
     def gradients(device: str) -> list[torch.Tensor]:
-        settings = TrainerSettings(device=device, compute_dtype="float32", learning_rate=1e-3)
+        settings = TrainerSettings(device=device, compute_dtype="float32", loss={"name": "dapo"})
         policy = Policy(read_model(tmp_path / "base"), tmp_path / "base", settings)
         assert policy._forward.shares
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)

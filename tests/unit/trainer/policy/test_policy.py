@@ -164,6 +164,16 @@ def test_gradients_are_clipped(base):
     assert float(norms.norm()) == pytest.approx(0.01, rel=1e-3)
 
 
+def test_a_resumed_optimiser_has_the_settings_of_now(base, tmp_path):
+    before, now = load(base, beta1=0.9, weight_decay=0.1), load(base, beta1=0.5, weight_decay=0.2)
+    before.update(make_rows(4), version=3)
+    before.save_state(tmp_path / "trainer.pt")
+    now.load_state_from(tmp_path / "trainer.pt")
+    assert [group["betas"] for group in now._optimizer.param_groups] == [(0.5, 0.999)] * 2
+    assert {group["weight_decay"] for group in now._optimizer.param_groups} == {0.2, 0.0}
+    assert len(now._optimizer.state) == len(before._optimizer.state)
+
+
 def test_learning_rate_zero_changes_nothing(base):
     policy = load(base, learning_rate=0.0, weight_decay=0.1)
     before = weights_of(policy)
