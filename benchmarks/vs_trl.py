@@ -159,6 +159,8 @@ def main() -> int:
         least = arguments.steps // arguments.every + 1
         laid = [*model, f"--trainer.steps={2 * arguments.steps}", f"--eval.every={arguments.every}"]
         laid.append("--trainer.until=1000")  # no reward of the demo: all steps are taken
+        # TRL's own loss and optimiser, so that both take the same steps.
+        laid += ["--trainer.loss.name=dapo", "--trainer.beta1=0.9", "--trainer.max_grad_norm=1"]
         rows = [
             row
             for seed in range(arguments.seeds)
