@@ -212,6 +212,8 @@ class Publisher:
             skipped = await self._unresponsive(http)
             updated, failed = await self._update_in_rounds(http, skipped, set())
         await self._set_service(updated, failed)
+        # Their labels prove nothing: they may have a base model, or weights of another run.
+        self._pending |= self.unavailable
 
     async def _set_service(self, updated: set[str], failed: dict[str, EngineError]) -> None:
         """Return updated engines to service and take failed ones out of it.

@@ -460,6 +460,24 @@ async def test_engines_that_are_all_out_of_service_and_away_are_named(
         await stage.publisher.publish(1)
 
 
+async def test_an_engine_that_failed_at_the_start_is_not_trusted_by_its_label(
+    stage: Stage, engines: list[ControlEngine]
+) -> None:
+    """Before adapters of policies are written, engines start with the base model under a resumed version."""
+    stage.publisher.current = (stage.publisher.current[0], 5)
+    for engine in engines:
+        engine.version = "5"
+    engines[1].broken["update_weights_from_disk"] = [503] * 3
+    await stage.publisher.publish_start()
+    assert stage.quarantined == [engines[1].url]
+    assert not await stage.publisher.resync(engines[1].url), "it has the base model"
+    for engine in engines:
+        engine.calls.clear()
+    await stage.publisher.publish(6)
+    assert stage.restored == [engines[1].url]
+    assert await stage.publisher.resync(engines[1].url)
+
+
 async def test_the_only_engine_is_waited_for_also_if_it_is_out_of_service(
     stage: Stage, engines: list[ControlEngine]
 ) -> None:
