@@ -581,25 +581,33 @@ async def test_requests_name_the_adapter_of_the_live_version(lora: EngineAdapter
         await reply_of(lora, stream=False, lora_path="c")
 
 
+@pytest.mark.parametrize("lost", [False, True])
 async def test_adapters_of_a_version_that_failed_are_unloaded_before_the_next(
-    lora: EngineAdapter, tmp_path: Path
+    lora: EngineAdapter, tmp_path: Path, lost: bool
 ) -> None:
-    """The requests before go on with the version that is there as a whole."""
+    """The requests before go on with the version that is there as a whole. vLLM may have loaded an adapter
+    whose answer was lost."""
     server: Any = lora.upstream
     base = checksum.of_files(tmp_path)
     for version in "123":
         for name in "ab":
             write_adapter(tmp_path / version / name, tmp_path, base)
     await lora.load_weights(adapter_of("1", tmp_path / "1"))
-    load, loaded = server.load_adapter, list[str]()
+    load, unload, loaded = server.load_adapter, server.unload_adapter, list[str]()
 
     async def one_only(name: str, directory: Path) -> None:
-        if loaded:
-            raise EngineError("vLLM returned HTTP 500: no memory", retryable=True)
+        if not loaded or lost:
+            await load(name, directory)
         loaded.append(name)
-        await load(name, directory)
+        if len(loaded) > 1:
+            raise EngineError("vLLM returned HTTP 500: no memory", retryable=True)
 
-    server.load_adapter = one_only
+    async def unload_loaded(name: str) -> None:
+        if f"load {name}" not in server.calls:
+            raise EngineError("vLLM returned HTTP 404: no such adapter")
+        await unload(name)
+
+    server.load_adapter, server.unload_adapter = one_only, unload_loaded
     with pytest.raises(EngineError, match="no memory"):
         await lora.load_weights(adapter_of("2", tmp_path / "2"))
     assert (lora.version, server.paused) == ("1", False)
@@ -607,8 +615,9 @@ async def test_adapters_of_a_version_that_failed_are_unloaded_before_the_next(
     assert server.models == ["v1-b"]
     server.load_adapter = load
     await lora.load_weights(adapter_of("3", tmp_path / "3"))
-    assert server.calls[3] == f"unload {loaded[0]}"
-    assert sorted(server.calls[4:]) == ["load v3-a", "load v3-b", "unload v1-a", "unload v1-b"]
+    there = {f"unload {name}" for name in loaded[: 1 + lost]}
+    assert set(server.calls[3 + lost : 4 + 2 * lost]) == there
+    assert sorted(server.calls[4 + 2 * lost :]) == ["load v3-a", "load v3-b", "unload v1-a", "unload v1-b"]
 
 
 async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(
@@ -638,7 +647,10 @@ async def test_a_tokens_version_is_that_of_the_adapter_that_its_request_named(
     base = checksum.of_files(tmp_path)
     updates = [adapter_of(label, write_adapter(tmp_path / label, tmp_path, base)) for label in "123"]
     await lora.load_weights(updates[0])
-    unload, server.unload_adapter = server.unload_adapter, AsyncMock(side_effect=EngineError("no"))
+    unload, server.unload_adapter = (
+        server.unload_adapter,
+        AsyncMock(side_effect=EngineError("no", retryable=True)),
+    )
     with pytest.raises(EngineError, match="no"):
         await lora.load_weights(updates[1])
     assert server.named == "1", "though requests name the second one"

@@ -62,7 +62,7 @@ class EngineAdapter:
         self._adapters: dict[str, str] = {}
         """vLLM's names of the live version's LoRA adapters; the name of a single one is ""."""
         self._loaded: set[str] = set()
-        """Adapters at vLLM, also of a version that could not be loaded as a whole."""
+        """Adapters that vLLM may have, also of a version that could not be loaded as a whole."""
         self._sampled_by: dict[str, str] = {}
         """The adapter that each running request names."""
         self._base_checksum: int | None = None
@@ -279,14 +279,18 @@ class EngineAdapter:
         # Slots are for two versions; for others vLLM would evict adapters that requests use.
         await self._unload_all_but([*self._adapters.values(), *names.values()])
         for name, header in headers.items():
+            self._loaded.add(names[name])  # first: the answer may be lost
             await self.upstream.load_adapter(names[name], header.directory)
-            self._loaded.add(names[name])
         return names
 
     async def _unload_all_but(self, names: Iterable[str]) -> None:
         for name in self._loaded.difference(names):
-            self._loaded.discard(name)  # first: a repeated call would be refused
-            await self.upstream.unload_adapter(name)
+            try:
+                await self.upstream.unload_adapter(name)
+            except EngineError as error:  # vLLM refuses (404) to unload what it lacks
+                if error.retryable:
+                    raise
+            self._loaded.discard(name)
 
     async def relabel(self, version: str) -> None:
         async with self._loading:
