@@ -32,7 +32,7 @@ CONFIG = REPO / "examples" / "online" / "config.toml"
 CANARY = [
     "--run.live_view=false", "--engine.count=2", "--trainer.groups_per_batch=16", "--trainer.steps=20",
     "--trainer.promotion.mode=canary", "--trainer.promotion.share=0.5", "--trainer.promotion.margin=0.2",
-    "--gateway.conversation_idle_s=0.5", "--trainer.learning_rate=0.02", "--trainer.schedule=constant",
+    "--trainer.learning_rate=0.02", "--trainer.schedule=constant",
     "--trainer.keep_checkpoints=4",
 ]  # fmt: skip
 """With this learning rate every version is worse than the base."""
