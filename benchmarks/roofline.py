@@ -400,7 +400,7 @@ def checks(rows: Sequence[dict[str, Any]]) -> list[Check]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=SHAPES)
+    parser.add_argument("--shape", choices=PUBLISHED, nargs="+", default=SHAPES)
     parser.add_argument("--gpus", type=int, nargs="+", default=(1, 8))
     given = parser.parse_args(arguments)
     rows = []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tidegate.plan.shape import PUBLISHED
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
@@ -64,3 +66,16 @@ def test_ranks_share_the_state_and_send_gradients() -> None:
     assert shared.sent > 4 * shared.parameters, "gradients in float32"
     assert shared.peak < alone.peak - 10 * alone.parameters
 """)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_plan_is_near_the_peak_of_every_published_shape() -> None:
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "roofline.py"), "--json", "--gpus", "1"]
+    run = subprocess.run(
+        [*command, "--shape", *PUBLISHED], timeout=600, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    checked = {check["name"]: check for check in json.loads(run.stdout.splitlines()[-1])["checks"]}
+    assert checked["peak_vs_plan_smallest"]["goal"] == 0.85
+    assert checked["peak_vs_plan_largest"]["goal"] == 1.1

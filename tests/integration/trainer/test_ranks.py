@@ -193,8 +193,9 @@ def are_the_same(found: dict[str, Any], alone: dict[str, Any]) -> None:
         {},
         {"count": 3, "lora": {"rank": 4}, "activation_checkpointing": True},
         {"count": 4, "replicas": 2},
+        {"family": "qwen3_moe"},
     ],
-    ids=["two", "three", "replicas"],
+    ids=["two", "three", "replicas", "experts"],
 )
 async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
     base: Path, tmp_path: Path, more: dict[str, Any]
@@ -203,6 +204,9 @@ async def test_a_checkpoint_is_the_same_for_any_number_of_ranks(
 
     Of the adapter's moments, with four rows, the last of three ranks has none.
     """
+    more = dict(more)
+    if family := more.pop("family", None):
+        base = make_model(tmp_path / "base", family=family)
     first, second, third = (make_rows(6, seed=number) for number in range(3))
     fixed = {name: value for name, value in more.items() if name not in ("count", "replicas")}
     alone = Policy.load(base, settings(1, learning_rate=1e-3, **fixed), seed=9)

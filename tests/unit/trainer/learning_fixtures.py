@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 VOCABULARY = 48
 
 
-def make_model(path: Path, seed: int = 0) -> Path:
-    """A random Qwen3 with a tokenizer and a chat template, in Hugging Face format."""
+def make_model(path: Path, seed: int = 0, family: str = "qwen3") -> Path:
+    """A random model of the family with a tokenizer and a chat template, in Hugging Face format."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -33,7 +33,7 @@ def make_model(path: Path, seed: int = 0) -> Path:
 
     from tests.tiny import make_tiny_model
 
-    make_tiny_model(path, VOCABULARY, hidden=32, seed=seed)
+    make_tiny_model(path, VOCABULARY, hidden=32, family=family, seed=seed)
     words = {f"w{number}": number for number in range(VOCABULARY)}
     words_tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     words_tokenizer.pre_tokenizer = WhitespaceSplit()
