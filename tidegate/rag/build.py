@@ -130,8 +130,8 @@ def build(plan: Plan, progress: Progress, encoder: Encoder | None = None) -> Man
                 manifest.write(plan.out)
             except OSError as error:
                 raise StorageError(
-                    f"--out {plan.out}: cannot write the index: {error.strerror or error}; free space, "
-                    "then run the same command again, which resumes the build"
+                    f"--out {plan.out}: cannot write the index: {error.strerror or error}; make room "
+                    "or make it writable, then run the same command again, which resumes the build"
                 ) from error
         _remove_leftovers(plan.out, generation)
     return manifest

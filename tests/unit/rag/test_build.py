@@ -232,7 +232,9 @@ def test_a_disk_that_is_full_ends_the_build_with_the_remedy(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(build_module, "ingest", fail)
-    with pytest.raises(StorageError, match=r"No space left on device; free space, .* resumes the build"):
+    with pytest.raises(
+        StorageError, match=r"No space left on device; make room or make it writable, .* resumes the build"
+    ):
         build_quietly(plan_of(tmp_path))
 
 
