@@ -58,7 +58,7 @@ LOSSES = (
     "dppo:divergence=tv", "dapo:dual_clip=3", "dapo:sequence_mask=0.05", "truncated_is:ess_scaling=true",
     "truncated_is:score_centering=32",
 )  # fmt: skip
-BOUNDS = ("0", "1", "2", "4", "8", "none")
+BOUNDS = ("0", "1", "2", "4", "8", "16", "none")
 DEFAULT, DEFAULT_BOUND = TrainerSettings().loss.name, str(TrainerSettings().max_staleness)
 GROUPS, SIZE, LEARNING_RATE = 8, 8, 3e-4
 HELD_OUT = 200
