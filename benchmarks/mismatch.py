@@ -8,7 +8,7 @@ curve is the mean reward of each batch, which the rounded weights sample.
 
 A cell already measured with the same settings is not measured again.
 
-    python benchmarks/mismatch.py [--json] [--seeds 0 1 2] [--quantize five_levels] [--tokens 88000]
+    python benchmarks/mismatch.py [--json] [--seeds 0 1 2] [--quantize five_levels] [--tokens 66000]
                                    [--out DIR]
 """
 
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--quantize", choices=LARGEST, default="five_levels", help="default: five_levels")
     parser.add_argument(
-        "--tokens", type=int, default=88_000, help="token budget of a cell; the default is about 60 steps"
+        "--tokens", type=int, default=66_000, help="token budget of a cell; the default is about 45 steps"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/mismatch"), help="directory of the results")
     arguments = parser.parse_args()
