@@ -179,6 +179,7 @@ class Service:
     replies: list[list[int]] = field(default_factory=list)
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    adam: list[AdamParams] = field(default_factory=list)
     gate: asyncio.Event | None = None
     holder: Any = field(default_factory=lambda: SimpleNamespace(execute_with_retries=None))
     random: Random = field(default_factory=Random)
@@ -249,6 +250,7 @@ class Training:
 
     def optim_step(self, params: AdamParams) -> Reply:
         self._check()
+        self.service.adam.append(params)
         self.weights, self.gradient = self.weights + self.gradient, 0.0
         return self.service.after("optim_step", OptimStepResponse())
 

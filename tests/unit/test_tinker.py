@@ -93,6 +93,18 @@ def test_either_reduction_of_a_service_gives_the_mean_over_trained_tokens(base: 
     assert at_service == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_step_has_the_optimiser_of_the_settings(base: Path) -> None:
+    service = fake_tinker.Service()
+    trainer = settings_of(base).trainer
+    changed = {"beta1": 0.25, "max_grad_norm": 0.5, "weight_decay": 0.1}
+    policy = TinkerPolicy(trainer.model_copy(update=changed), base, 0, "key", lambda: service)
+    policy.backward(batch(2), 3)
+    policy.optimizer_step()
+    (adam,) = service.adam
+    assert (adam.beta1, adam.beta2, adam.learning_rate) == (0.25, 0.999, 1e-3)
+    assert (adam.grad_clip_norm, adam.weight_decay) == (0.5, 0.1)
+
+
 def test_the_loss_is_that_of_the_policy_before_the_step(base: Path) -> None:
     rows, policy = batch(2), policy_at(fake_tinker.Service(logprob=-1.5), base)
     policy.backward(rows, 3)
