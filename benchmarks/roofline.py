@@ -33,6 +33,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,6 +314,22 @@ def recorded(name: str, gpus: int, *, checkpointing: bool = False) -> Recorded:
     return Recorded(operations[:ended], operations[ended:], sent, recorder.peak, config, parameters, settings)
 
 
+def recorded_alone(name: str, gpus: int, tries: int = 3) -> Recorded:
+    """`recorded` in a process of its own; raises BrokenProcessPool if it crashes in every try.
+
+    torch 2.13 under FakeTensor has broken its heap twice in about 150 runs of a shape, both times for
+    30B-A3B; memory checkers found no cause. A result reaches this process after its step, or not at all.
+    """
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(recorded, name, gpus).result()
+        except BrokenProcessPool as error:
+            if tries == 1:
+                raise
+            print(f"{name} on {gpus} is recorded again: {error}", file=sys.stderr, flush=True)
+    return recorded_alone(name, gpus, tries - 1)
+
+
 def useful_flops(config: Any, parameters: int) -> float:
     """FLOPs of the microbatch's forward and backward pass that no implementation can avoid."""
     embedding = config.vocab_size * config.hidden_size
@@ -406,13 +423,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=(1, 8))
     given = parser.parse_args(arguments)
     rows = []
-    # A process for each: several sharded shapes in one broke its heap (a segmentation fault of 30B-A3B on 8).
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        for name, gpus in itertools.product(given.shape, given.gpus):
-            run = pool.submit(recorded, name, gpus).result()
-            rows += predicted(name, gpus, run)
-            print(f"{name} on {gpus}: ms by operation on an h200: {costs(run, GPUS['h200'])}", flush=True)
+    for name, gpus in itertools.product(given.shape, given.gpus):
+        run = recorded_alone(name, gpus)
+        rows += predicted(name, gpus, run)
+        print(f"{name} on {gpus}: ms by operation on an h200: {costs(run, GPUS['h200'])}", flush=True)
     return report(rows, checks(rows), as_json=given.json)
 
 
