@@ -29,7 +29,7 @@ from turns.systems import Processes, System
 
 from tidegate.config import TrainerSettings
 from tidegate.gateway.client import GatewayClient
-from tidegate.gateway.journal import turns
+from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.sqlite import FILE
 from tidegate.trainer.policy.policy import Policy
 from tidegate.turn import Turn
@@ -90,7 +90,7 @@ def journal(path: Path) -> dict[str, float]:
     with sqlite3.connect(path) as database:
         for session, node in database.execute("SELECT session, node FROM turns ORDER BY id"):
             rows[session].append(node)
-    found = [node.turn for stored in rows.values() for node in turns.nodes("", stored)]
+    found = [node.turn for stored in rows.values() for node in schema.turn_nodes("", stored)]
     tokens = sum(len(turn.output_ids) for turn in found)
     size = sum(len(node) for stored in rows.values() for node in stored)
     return {"tokens_per_turn": tokens / len(found), "bytes_per_token": size / tokens}

@@ -37,8 +37,7 @@ from tidegate.gateway.sessions.session import (
 )
 from tidegate.gateway.sessions.store import SessionStore
 from tidegate.gateway.turns.pipeline import TurnPipeline
-from tidegate.gateway.turns.request_body import HeldBodies
-from tidegate.gateway.turns.request_reader import Threads
+from tidegate.gateway.turns.request_reader import HeldBodies, Threads
 from tidegate.service import exact
 from tidegate.service.tracing import Spans, check_tracing
 from tidegate.settings.servers import MAX_KEPT

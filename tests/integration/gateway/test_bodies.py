@@ -15,7 +15,7 @@ from tests.fakes import Stage, eventually
 from tests.integration.gateway.sdk_stage import TASK, finished, opened, stage
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.sharding.router import ShardRouter
-from tidegate.gateway.turns import request_body
+from tidegate.gateway.turns import request_reader
 from tidegate.types import Outcome
 
 __all__ = ["stage"]
@@ -98,7 +98,7 @@ async def test_without_a_key_health_takes_no_large_body(stage: Stage) -> None:
 async def test_the_bytes_of_one_session_are_bounded_and_no_other_one_notices(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "HELD_BODIES", 3 * 2**20)
+    monkeypatch.setattr(request_reader, "HELD_BODIES", 3 * 2**20)
     access, llm = await opened(stage)
     app = create_app(stage.gateway)
     headers = {"authorization": f"Bearer {access.api_key}"}
@@ -112,7 +112,7 @@ async def test_the_bytes_of_one_session_are_bounded_and_no_other_one_notices(
 async def test_a_body_that_does_not_come_is_not_waited_for(
     stage: Stage, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "BODY_S", 0.2)
+    monkeypatch.setattr(request_reader, "BODY_S", 0.2)
     access, _ = await opened(stage)
     key = access.api_key if path.startswith("/v1") else "admin"
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stage.url.rpartition(":")[2]))

@@ -17,7 +17,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.sessions.model_calls import SessionModelCalls
 from tidegate.gateway.turns.prompts import PromptBuilder
-from tidegate.gateway.turns.request_body import parse
+from tidegate.gateway.turns.request_reader import parse
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tidegate.gateway.clients import conversations, groups
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.project_keys import create_key
-from tidegate.gateway.turns import request_body
+from tidegate.gateway.turns import request_reader
 from tidegate.gateway.turns.redaction import redact_body
 
 EPISODE = {"task_id": "t"}
@@ -191,7 +191,7 @@ async def test_rewards_of_keys_are_bounded_without_any_setting(
 async def test_routes_without_texts_of_a_model_take_no_large_body(
     stage: Stage, keys: dict[str, str], path: str
 ) -> None:
-    body = json.dumps({"id": "x" * request_body.SMALL_BODY}).encode()
+    body = json.dumps({"id": "x" * request_reader.SMALL_BODY}).encode()
     headers = {"Authorization": f"Bearer {keys['hostile']}"}
     async with (
         aiohttp.ClientSession(headers=headers) as http,
@@ -204,7 +204,7 @@ async def test_routes_without_texts_of_a_model_take_no_large_body(
 async def test_a_key_whose_bodies_are_large_is_refused_and_another_is_not(
     stage: Stage, keys: dict[str, str], users: dict[str, AsyncOpenAI], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "HELD_BODIES", 10**6)
+    monkeypatch.setattr(request_reader, "HELD_BODIES", 10**6)
     gone = asyncio.Event()
 
     async def unfinished() -> AsyncIterator[bytes]:
@@ -232,7 +232,7 @@ async def test_a_key_whose_bodies_are_large_is_refused_and_another_is_not(
 
 
 async def test_a_body_of_too_many_values_is_refused_before_it_is_redacted() -> None:
-    body = b'{"messages": [' + b"[]," * request_body.MAX_VALUES + b"1]}"
+    body = b'{"messages": [' + b"[]," * request_reader.MAX_VALUES + b"1]}"
     with pytest.raises(ApiError, match="more than 1000000 values") as refused:
         redact_body(body, str)
     assert refused.value.status == 413

@@ -241,23 +241,11 @@ async def test_a_journal_that_cannot_be_read_is_said_so(model: Path, tmp_path: P
     (tmp_path / "garbage" / FILE).write_text("this is no database at all, but long enough" * 100)
     with pytest.raises(StartError, match="not a database"):
         Gateway(GatewayOptions(model=model, journal=tmp_path / "garbage"))
-    connection = sqlite3.connect(tmp_path / FILE)
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(StartError, match="schema version 99"):
-        Gateway(GatewayOptions(model=model, journal=tmp_path))
-
-
-async def test_a_journal_of_the_earlier_schema_is_read_and_marked(model: Path, tmp_path: Path) -> None:
-    for version in (schema.VERSION, *schema.EXTENDED, schema.VERSION):
-        gateway = Gateway(GatewayOptions(model=model, journal=tmp_path))
-        await gateway.journal.close()
-        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as database:
-            assert database.execute("PRAGMA user_version").fetchall() == [(schema.VERSION,)]
-            assert "policy" in [name for _, name, *_ in database.execute("PRAGMA table_info(engines)")]
-            if version < 10:
-                database.execute("ALTER TABLE engines DROP COLUMN policy")
-            database.execute(f"PRAGMA user_version = {version}")
+    for version in (schema.VERSION - 1, 99):
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as connection:
+            connection.execute(f"PRAGMA user_version = {version}")
+        with pytest.raises(StartError, match=f"schema version {version}"):
+            Gateway(GatewayOptions(model=model, journal=tmp_path))
 
 
 # -- retention ---------------------------------------------------------------------------------------

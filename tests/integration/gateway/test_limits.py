@@ -21,7 +21,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.client import SessionAccess
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.sessions.limits import SessionLimits
-from tidegate.gateway.turns import request_body
+from tidegate.gateway.turns import request_reader
 from tidegate.types import Outcome, Task
 
 TASK = Task("t1", "sums", [{"role": "user", "content": "1+2?"}], answer="3")
@@ -201,7 +201,7 @@ async def test_one_session_with_many_calls_does_not_starve_the_others(stage: Sta
 async def test_a_body_that_is_too_large_is_refused(
     stage: Stage, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "MAX_BODY", 1000)
+    monkeypatch.setattr(request_reader, "MAX_BODY", 1000)
     access, _ = await opened(stage)
     key = access.api_key if "v1" in path else "admin"
     url = stage.url + path.format(session=access.session_id)

@@ -11,7 +11,7 @@ from tests.fakes import Stage, staged
 from tests.integration.gateway.sdk_stage import TASK, finished, opened
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.sessions.body_prefixes import BodyPrefixes
-from tidegate.gateway.turns import request_body, request_reader
+from tidegate.gateway.turns import request_reader
 
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
@@ -69,7 +69,6 @@ async def test_a_session_is_recorded_alike(
 ) -> None:
     """With `large` 3000, most bodies are parsed in threads."""
     monkeypatch.setattr(request_reader, "LARGE", large)
-    monkeypatch.setattr(request_body, "LARGE", large)
     repeated = 0
     read = BodyPrefixes.read
 

@@ -12,57 +12,51 @@ import numpy as np
 import pytest
 
 from tidegate.gateway.ids import hash_key
-from tidegate.gateway.journal import schema, turns
+from tidegate.gateway.journal import schema
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.sessions.session import GatewaySession, SessionResult
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.turn import Turn, VersionSpan
 from tidegate.types import Outcome, Sampling, Task, to_wire
 
-VALUES: dict[int, dict[str, Any]] = {
-    7: {
-        "index": 5,
-        "parent": 3,
-        "delta_ids": np.array([1, 2, 70_000], dtype=np.int32),
-        "output_ids": np.array([9, 8], dtype=np.int32),
-        "logprobs": np.array([-0.5, -1e-7], dtype=np.float32),
-        "version_spans": (VersionSpan(3, 0, 1), VersionSpan(2**40, 1, 2)),
-        "finish_reason": "length",
-        "temperature": 0.7,
-        "delivered": False,
-        "kv_version": 2,
-        "cached_tokens": 17,
-        "output_mask": np.array([1, 0], dtype=np.uint8),
-        "branch": "edited: message 1 (user) differs",
-        "started": 1e9 + 0.25,
-        "seconds": 0.125,
-        "parse": "malformed",
-        "reward": 0.25,
-        "exempt": "the request's header",
-        "structured": "grammar",
-        "teacher_logprobs": np.array([-0.25, -3.0], dtype=np.float32),
-        "teacher_top_ids": np.array([9, 1, 8, 70_000], dtype=np.int32),
-        "teacher_top_logprobs": np.array([-0.25, -2.0, -3.0, -0.125], dtype=np.float32),
-    },
-    8: {
-        "top_ids": np.array([9, 1, 8, 70_000], dtype=np.int32),
-        "top_logprobs": np.array([-0.5, -2.0, -9999.0, -0.125], dtype=np.float16),
-    },
-    9: {
-        "kept_ids": np.array([9, 70_000, 8], dtype=np.int32),
-        "kept_counts": np.array([2, 1], dtype=np.int32),
-        "experts": np.array([0, 127, 65_535, 1, 2], dtype=np.uint16),
-    },
-    10: {"policy": "solver"},
+VALUES: dict[str, Any] = {
+    "index": 5,
+    "parent": 3,
+    "delta_ids": np.array([1, 2, 70_000], dtype=np.int32),
+    "output_ids": np.array([9, 8], dtype=np.int32),
+    "logprobs": np.array([-0.5, -1e-7], dtype=np.float32),
+    "version_spans": (VersionSpan(3, 0, 1), VersionSpan(2**40, 1, 2)),
+    "finish_reason": "length",
+    "temperature": 0.7,
+    "delivered": False,
+    "kv_version": 2,
+    "cached_tokens": 17,
+    "output_mask": np.array([1, 0], dtype=np.uint8),
+    "branch": "edited: message 1 (user) differs",
+    "started": 1e9 + 0.25,
+    "seconds": 0.125,
+    "parse": "malformed",
+    "reward": 0.25,
+    "exempt": "the request's header",
+    "structured": "grammar",
+    "teacher_logprobs": np.array([-0.25, -3.0], dtype=np.float32),
+    "teacher_top_ids": np.array([9, 1, 8, 70_000], dtype=np.int32),
+    "teacher_top_logprobs": np.array([-0.25, -2.0, -3.0, -0.125], dtype=np.float32),
+    "top_ids": np.array([9, 1, 8, 70_000], dtype=np.int32),
+    "top_logprobs": np.array([-0.5, -2.0, -9999.0, -0.125], dtype=np.float16),
+    "kept_ids": np.array([9, 70_000, 8], dtype=np.int32),
+    "kept_counts": np.array([2, 1], dtype=np.int32),
+    "experts": np.array([0, 127, 65_535, 1, 2], dtype=np.uint16),
+    "policy": "solver",
 }
-"""A value of each field of a turn, by the version of the schema that added it, at the end."""
-TURN = Turn(**{name: value for added in VALUES.values() for name, value in added.items()})
+"""A value of each field of a turn, in their order."""
+TURN = Turn(**VALUES)
 
 
 def test_each_field_of_a_turn_belongs_to_a_version_of_the_schema() -> None:
     """Rows have no names: a field in another place would make journals of before mean something else."""
-    assert [name for added in VALUES.values() for name in added] == [one.name for one in fields(Turn)]
-    assert [*VALUES] == [*schema.EXTENDED, schema.VERSION]
+    assert [*VALUES] == [one.name for one in fields(Turn)]
+    assert (len(VALUES), schema.VERSION) == (28, 10), "a turn with other fields needs the next version"
 
 
 def test_every_field_of_a_turn_comes_back() -> None:
@@ -74,11 +68,11 @@ def test_every_field_of_a_turn_comes_back() -> None:
     assert first <= schema.turn_id(7, 5) <= last < schema.turn_id(8, 0)
     assert schema.session_and_index(schema.turn_id(7, 5)) == (7, 5)
     database = sqlite3.connect(":memory:")
-    database.executescript(turns.TABLES)
-    database.execute(turns.INSERT, turns.row(7, node))
-    rows = turns.nodes("s", turns.read(database)[7])
-    turns.pack(database, 7)
-    for nodes in (rows, turns.nodes("s", turns.read(database)[7])):
+    database.executescript(schema.TABLES)
+    database.execute(schema.INSERT_TURN, schema.turn_row(7, node))
+    rows = schema.turn_nodes("s", schema.read_turns(database)[7])
+    schema.pack_turns(database, 7)
+    for nodes in (rows, schema.turn_nodes("s", schema.read_turns(database)[7])):
         assert [before.turn.finish_reason for before in nodes[:-1]] == ["lost"] * 5
         check_node(nodes[5], node)
     database.close()
@@ -95,53 +89,37 @@ def check_node(back: TurnNode, node: TurnNode) -> None:
     assert back.turn.top_logprobs.dtype == np.float16
 
 
-@pytest.mark.parametrize("version", schema.EXTENDED)
-def test_turns_of_earlier_schemas_lack_the_fields_that_were_added(version: int) -> None:
-    node = TurnNode(TURN, TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0)
-    values, rest = msgspec.msgpack.decode(turns.row(1, node)[1])
-    stored = sum(len(added) for earlier, added in VALUES.items() if earlier <= version)
-    added = {one.name: one.default for one in fields(Turn)[stored:]}
-    with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(turns.TABLES)
-        database.execute(turns.INSERT, (1, msgspec.msgpack.encode([values[:stored], rest])))
-        before = turns.nodes("s", turns.read(database)[1])
-        turns.pack(database, 1)
-        after = turns.nodes("s", turns.read(database)[1])
-    for nodes in (before, after):
-        assert to_wire(nodes[5].turn) == to_wire(replace(TURN, **added))
-
-
-@pytest.mark.parametrize("version", schema.EXTENDED)
-def test_a_turn_does_not_store_that_the_last_fields_are_absent(version: int) -> None:
-    stored = sum(len(added) for earlier, added in VALUES.items() if earlier <= version)
+@pytest.mark.parametrize("absent", ["top_ids", "kept_ids", "policy"])
+def test_a_turn_does_not_store_that_the_last_fields_are_absent(absent: str) -> None:
+    stored = [*VALUES].index(absent)
     values = {one.name: one.default for one in fields(Turn)[stored:]}
     node = TurnNode(
         replace(TURN, index=0, parent=None, **values),
         TurnRequestInfo(), b"", b"", b"", [], {"role": "assistant"}, 0,
     )  # fmt: skip
-    _, data = turns.row(1, node)
+    _, data = schema.turn_row(1, node)
     assert len(msgspec.msgpack.decode(data)[0]) == stored
-    assert to_wire(turns.nodes("s", [data])[0].turn) == to_wire(node.turn)
+    assert to_wire(schema.turn_nodes("s", [data])[0].turn) == to_wire(node.turn)
 
 
 def test_a_turn_that_is_written_again_counts_once_before_and_after_packing() -> None:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(turns.TABLES)
+        database.executescript(schema.TABLES)
         asked: list[Any] = [{"role": "user", "content": "a text of the first turn"}]
         for index, parse in ((0, "ok"), (1, "ok"), (0, "malformed"), (2, "ok")):
             said = asked if index == 0 else []
             turn = replace(TURN, index=index, parent=None, parse=parse)
             node = TurnNode(turn, TurnRequestInfo(), b"", b"", b"", said, {"role": "assistant"}, 0)
-            database.execute(turns.INSERT, turns.row(4, node))
+            database.execute(schema.INSERT_TURN, schema.turn_row(4, node))
             if index == 1:
-                turns.pack(database, 4)
+                schema.pack_turns(database, 4)
         rows = [data for (data,) in database.execute("SELECT node FROM turns")]
         assert [b"a text of the first turn" in data for data in rows] == [True, False], "only in its own turn"
-        before = turns.nodes("s", turns.read(database)[4])
-        turns.pack(database, 4)
-        turns.pack(database, 4)  # again, as after a failed finish
+        before = schema.turn_nodes("s", schema.read_turns(database)[4])
+        schema.pack_turns(database, 4)
+        schema.pack_turns(database, 4)  # again, as after a failed finish
         assert database.execute("SELECT count(*) FROM turns").fetchall() == [(0,)]
-        after = turns.nodes("s", turns.read(database)[4], 4)
+        after = schema.turn_nodes("s", schema.read_turns(database)[4], 4)
     assert [node.turn.parse for node in before] == ["malformed", "ok", "ok"]
     assert to_wire(after[:3]) == to_wire(before)
     assert [node.turn.finish_reason for node in after[3:]] == ["lost"]

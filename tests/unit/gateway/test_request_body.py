@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.turns.request_body import parse_large
+from tidegate.gateway.turns.request_reader import parse_large
 
 texts = st.text(alphabet='a",[{\\é\n', max_size=12)
 values = st.recursive(texts | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.families import family_tokenizer
-from tidegate.gateway.rendering import split_encoder
-from tidegate.gateway.rendering.split_encoder import LONG, SplitEncoder
-from tidegate.gateway.rendering.tokenizer import Codec
+from tidegate.gateway.rendering import tokenizer
+from tidegate.gateway.rendering.tokenizer import LONG, Codec, SplitEncoder
 
 _WORDS = (
     "a",
@@ -160,7 +159,7 @@ def test_a_long_text_is_encoded_as_a_whole() -> None:
 
 def test_a_tokenizer_whose_pieces_differ_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should the list of pre-tokenizers be wrong, the probe at the start finds it."""
-    monkeypatch.setattr(split_encoder, "_by_piece", lambda step: True)
+    monkeypatch.setattr(tokenizer, "_by_piece", lambda step: True)
     backend = _bpe(pre_tokenizer=_metaspace("first"))
     assert not SplitEncoder(backend).splits
 

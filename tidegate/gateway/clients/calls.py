@@ -11,7 +11,7 @@ from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.history import RequestHistories
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.request_body import LARGE, parse, parse_large
+from tidegate.gateway.turns.request_reader import LARGE, parse, parse_large
 
 SESSION_HEADER = b"x-tidegate-session"
 MAX_NAME = 200

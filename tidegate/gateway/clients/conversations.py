@@ -27,7 +27,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.groups.store import ERASED
 from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
-from tidegate.gateway.turns.request_body import LARGE
+from tidegate.gateway.turns.request_reader import LARGE
 from tidegate.service.backoff import backoff_s
 from tidegate.types import CONVERSATION, Outcome, Task
 

@@ -13,8 +13,7 @@ from tidegate.gateway.dialects.fields import get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, ToolUse, call_wire
 from tidegate.gateway.parsing.reply import UNFINISHED
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.request import RequestedSampling, TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 

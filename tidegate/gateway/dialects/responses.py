@@ -19,8 +19,7 @@ from tidegate.gateway.dialects.responses_items import (
 )
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.request import RequestedSampling, TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.sampling import continued_seed
+from tidegate.gateway.request import continued_seed
 from tidegate.turn import Ids, Logprobs, VersionSpan, spans_within
 from tidegate.weights.adapter_files import requested_adapter
 

@@ -26,7 +26,7 @@ from tidegate.gateway.http.mcp import McpServer
 from tidegate.gateway.http.prometheus import collect
 from tidegate.gateway.http.response import count, error_response, unless_disconnected
 from tidegate.gateway.sessions.session import SessionRequest
-from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.gateway.turns.request_reader import ClientGone, read_body
 from tidegate.prometheus import exposition
 from tidegate.service.api_key import ApiKey
 from tidegate.types import Trajectory, to_wire

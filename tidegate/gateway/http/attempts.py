@@ -19,7 +19,7 @@ from tidegate.gateway.http.response import respond, unless_disconnected
 from tidegate.gateway.ids import agents_key, api_key_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text
-from tidegate.gateway.turns.request_body import read_body
+from tidegate.gateway.turns.request_reader import read_body
 from tidegate.service import exact
 
 ACCEPT_S = 10.0

@@ -21,7 +21,7 @@ from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
 from tidegate.gateway.http.response import respond
 from tidegate.gateway.ids import api_key_of
 from tidegate.gateway.turns.redaction import redact_text, redact_value
-from tidegate.gateway.turns.request_body import read_body
+from tidegate.gateway.turns.request_reader import read_body
 from tidegate.service import exact
 
 LONGEST_WAIT_S = 60.0

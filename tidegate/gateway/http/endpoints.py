@@ -21,8 +21,7 @@ from tidegate.gateway.request import RawBody
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_body, redact_text
-from tidegate.gateway.turns.request_body import LARGE, ClientGone, read_body
-from tidegate.gateway.turns.request_reader import RequestReader
+from tidegate.gateway.turns.request_reader import LARGE, ClientGone, RequestReader, read_body
 
 log = logging.getLogger("tidegate.gateway")
 TRAIN_HEADER = b"x-tidegate-train"

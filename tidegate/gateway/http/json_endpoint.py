@@ -11,7 +11,7 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.response import error_response
-from tidegate.gateway.turns.request_body import ClientGone
+from tidegate.gateway.turns.request_reader import ClientGone
 
 Handler = Callable[[Gateway, Scope, Receive, Send], Awaitable[None]]
 

@@ -19,7 +19,7 @@ from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.endpoints import authenticate, replay
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.request_body import read_body
+from tidegate.gateway.turns.request_reader import read_body
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server

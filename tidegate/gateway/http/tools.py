@@ -11,7 +11,7 @@ from tidegate.gateway.http import schemas
 from tidegate.gateway.http.endpoints import authenticate
 from tidegate.gateway.http.json_endpoint import JsonEndpoint
 from tidegate.gateway.http.response import respond
-from tidegate.gateway.turns.request_body import parse, read_body
+from tidegate.gateway.turns.request_reader import parse, read_body
 from tidegate.service import exact
 
 

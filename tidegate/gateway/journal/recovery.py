@@ -12,7 +12,7 @@ from typing import Any
 
 from tidegate import failpoints
 from tidegate.gateway.engines.engine import EngineRecord
-from tidegate.gateway.journal import schema, turns
+from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.base import GroupSummary, Recovered, StoredGroup
 from tidegate.gateway.sessions.session import GatewaySession, trajectory_of
 from tidegate.gateway.sessions.tool_calls import SessionToolCalls
@@ -28,7 +28,7 @@ def load(connection: sqlite3.Connection) -> Recovered:
     failpoints.reach("orphans.before")
     _drop_orphans(connection)
     failpoints.reach("orphans.after")
-    stored = turns.read(connection)
+    stored = schema.read_turns(connection)
     sent = _sent(connection)
     rewards: dict[int, dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for number, turn, name, value in connection.execute("SELECT session, turn, name, value FROM rewards"):
@@ -104,7 +104,7 @@ def _session(
     )
     session.tool_calls = tool_calls
     if ending is None:
-        nodes = turns.nodes(session.id, stored)
+        nodes = schema.turn_nodes(session.id, stored)
         for index in sent:
             # `sent` is written apart from the turns, and may name one whose write failed.
             if index < len(nodes):
@@ -130,7 +130,7 @@ def _session(
 
 
 def _closed_tree(session_id: str, stored: list[bytes], delivered: bytes) -> TurnTree:
-    nodes = turns.nodes(session_id, stored, len(delivered))
+    nodes = schema.turn_nodes(session_id, stored, len(delivered))
     for node, went_out in zip(nodes, delivered, strict=True):
         node.turn.delivered = bool(went_out)
     return TurnTree.restored(nodes, closed=True)

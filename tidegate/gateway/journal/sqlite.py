@@ -18,7 +18,7 @@ from pathlib import Path
 from tidegate import failpoints
 from tidegate.errors import StartError
 from tidegate.gateway.engines.engine import EngineRecord
-from tidegate.gateway.journal import schema, turns
+from tidegate.gateway.journal import schema
 from tidegate.gateway.journal.base import REMEMBERED, Journal, Recovered, StoredGroup
 from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.journal.writer import Statement, Writer
@@ -119,8 +119,8 @@ class DiskJournal(Journal):
         await self._writer.write("tool_called", ("INSERT INTO tool_calls VALUES (?, ?, ?, ?)", [row]))
 
     def recorded(self, session: GatewaySession, nodes: Sequence[TurnNode]) -> asyncio.Future[None]:
-        rows = [turns.row(session.number, node) for node in nodes]
-        return self._writer.write("recorded", (turns.INSERT, rows), *_closed(session, nodes))
+        rows = [schema.turn_row(session.number, node) for node in nodes]
+        return self._writer.write("recorded", (schema.INSERT_TURN, rows), *_closed(session, nodes))
 
     def sent(self, session: GatewaySession, index: int) -> None:
         self._sent.append(schema.turn_id(session.number, index))
@@ -152,11 +152,11 @@ class DiskJournal(Journal):
         delivered = bytes(node.turn.delivered for node in session.tree.nodes)
         ending = schema.ending_row(session.ending, _wall(session.ending.at))
         update = "UPDATE sessions SET ending = ?, delivered = ? WHERE number = ?"
-        late = [turns.row(session.number, node) for node in session.unpersisted.values()]
+        late = [schema.turn_row(session.number, node) for node in session.unpersisted.values()]
         await self._writer.write(
             "closing",
-            (turns.INSERT, late),
-            functools.partial(turns.pack, session=session.number),
+            (schema.INSERT_TURN, late),
+            functools.partial(schema.pack_turns, session=session.number),
             (update, [(ending, delivered, session.number)]),
         )
 
@@ -176,7 +176,7 @@ class DiskJournal(Journal):
         ranges = [schema.turn_range(number) for number in numbers]
         return [
             ("DELETE FROM sessions WHERE number = ?", [(number,) for number in numbers]),
-            *((sql, [(number,) for number in numbers]) for sql in turns.DELETE),
+            *((sql, [(number,) for number in numbers]) for sql in schema.DELETE_TURNS),
             ("DELETE FROM sent WHERE id BETWEEN ? AND ?", ranges),
             ("DELETE FROM rewards WHERE session = ?", [(number,) for number in numbers]),
             ("DELETE FROM tool_calls WHERE session = ?", [(number,) for number in numbers]),
@@ -259,8 +259,6 @@ def _opened(path: Path) -> sqlite3.Connection:
         failpoints.reach("made.within")
         connection.execute("COMMIT")
         failpoints.reach("made.after")
-    elif version in schema.EXTENDED:
-        connection.executescript(f"BEGIN; {schema.extension(version)} COMMIT;")
     elif version != schema.VERSION:
         connection.close()
         raise StartError(

@@ -24,8 +24,13 @@ from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
 from tidegate.gateway.rendering.chat_template import ChatTemplate, with_short_ids
 from tidegate.gateway.rendering.messages import normalized
-from tidegate.gateway.rendering.suffix_template import Continuation
-from tidegate.gateway.rendering.suffixes import MINIMAL_PROMPT, SuffixCache, Suffixes, Unrenderable
+from tidegate.gateway.rendering.suffixes import (
+    MINIMAL_PROMPT,
+    Continuation,
+    SuffixCache,
+    Suffixes,
+    Unrenderable,
+)
 from tidegate.gateway.rendering.tokenizer import Codec, load_tokenizer
 from tidegate.service import exact
 from tidegate.turn import Ids

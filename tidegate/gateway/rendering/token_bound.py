@@ -15,9 +15,8 @@ from tokenizers import pre_tokenizers
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.messages import text_of
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.rendering.split_encoder import steps
 from tidegate.gateway.rendering.suffixes import CALL, MINIMAL_PROMPT
-from tidegate.gateway.rendering.tokenizer import ESCAPE
+from tidegate.gateway.rendering.tokenizer import ESCAPE, steps
 from tidegate.types import Message
 
 _KEEPING = frozenset({"ByteLevel", "Split", "Digits", "Punctuation"})

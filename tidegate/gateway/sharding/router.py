@@ -30,7 +30,7 @@ from tidegate.gateway.metrics import PREFIX
 from tidegate.gateway.sharding.fleet import Answer, Fleet, LeaseAggregator, Refused, raise_for_status
 from tidegate.gateway.sharding.proxy import ReverseProxy, host_of
 from tidegate.gateway.sharding.shard import Shard, shard_of_group, shard_of_id
-from tidegate.gateway.turns.request_body import ClientGone, read_body
+from tidegate.gateway.turns.request_reader import ClientGone, read_body
 from tidegate.prometheus import CONTENT_TYPE, counter, exposition, gauge, merged
 from tidegate.service import exact
 from tidegate.service.api_key import ApiKey

@@ -22,11 +22,11 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_star
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
 from tidegate.gateway.rendering.token_bound import TokenBound
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sampling import (
+from tidegate.gateway.request import (
     RequestedSampling,
     SamplingRules,
     StructuredOutput,
+    TurnRequest,
     narrows,
     token_budget,
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.request import RawBody
-from tidegate.gateway.turns.request_body import LARGE, parse_large
+from tidegate.gateway.turns.request_reader import LARGE, parse_large
 from tidegate.service import exact
 from tidegate.tracebacks import where
 
