@@ -19,10 +19,10 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import zstandard
@@ -35,8 +35,8 @@ from tidegate.trainer.batch.credit import Advantage
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import PART_BYTES, drop_torn_line, naming, nth_part, parts, sync
 from tidegate.trainer.records.writer import FileWriter
-from tidegate.turn import PackedExperts, PackedIds, PackedLogprobs, Turn, VersionSpan
-from tidegate.types import Group, Outcome, ToolCall, Trajectory, array_bytes, element_type, fields_of
+from tidegate.turn import Turn
+from tidegate.types import Group, Trajectory, array_bytes, element_type, fields_of
 
 LONGEST_ANSWER = 2_000
 """Limit of a gold answer in a line: characters of its text, or of its JSON if it is not text."""
@@ -259,12 +259,11 @@ def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def decode_trajectory(line: Mapping[str, Any]) -> Trajectory:
-    """Restore the trajectory of a line of `trajectories/`, bit for bit."""
-    names = {field.name for field in fields(Trajectory)}
-    wire = {name: value for name, value in line.items() if name in names}
-    wire["turns"] = [_decode_turn(turn) for turn in wire["turns"]]
-    wire["tool_calls"] = [ToolCall(**call) for call in wire.get("tool_calls", ())]
-    return Trajectory(**{**wire, "outcome": Outcome(wire["outcome"])})
+    """Restore the trajectory of a line of `trajectories/`, bit for bit.
+
+    Raises msgspec.ValidationError, a ValueError, if a field is missing or has a value of another type.
+    """
+    return msgspec.convert(line, Trajectory, dec_hook=_array)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -312,59 +311,29 @@ def _advantage_fields(advantage: Advantage) -> dict[str, Any]:
 
 
 def _encode_turn(turn: Turn) -> dict[str, Any]:
-    line = {
-        **{field.name: getattr(turn, field.name) for field in fields(Turn)},
-        # orjson writes contiguous arrays only, and these may be views of a longer one.
-        "delta_ids": np.ascontiguousarray(turn.delta_ids, dtype=np.int32),
-        "output_ids": np.ascontiguousarray(turn.output_ids, dtype=np.int32),
-        "logprobs": np.ascontiguousarray(turn.logprobs, dtype=np.float32),
-        "version_spans": [list(span) for span in turn.version_spans],
-        "output_mask": None if turn.output_mask is None else turn.output_mask.tolist(),
-        "top_ids": _pack(turn.top_ids),
-        "top_logprobs": _pack(turn.top_logprobs),
-        "kept_ids": _pack(turn.kept_ids),
-        "kept_counts": _pack(turn.kept_counts),
-        "experts": _pack(turn.experts),
-        "started": round(turn.started, 4),
-        "seconds": round(turn.seconds, 4),
-    }
+    line = fields_of(turn)
+    for name, value in line.items():
+        if isinstance(value, np.ndarray):
+            # orjson writes contiguous arrays only, and these may be views of a longer one.
+            line[name] = _pack(value) if name in _PACKED else np.ascontiguousarray(value)
+    line["version_spans"] = [list(span) for span in turn.version_spans]
+    line["started"], line["seconds"] = round(turn.started, 4), round(turn.seconds, 4)
     if not turn.policy:
         del line["policy"]
     return line
 
 
-def _decode_turn(line: Mapping[str, Any]) -> Turn:
-    mask, teacher, top = line["output_mask"], line.get("teacher_logprobs"), line.get("teacher_top_ids")
-    return Turn(
-        **{
-            **line,
-            "delta_ids": np.array(line["delta_ids"], dtype=np.int32),
-            "output_ids": np.array(line["output_ids"], dtype=np.int32),
-            "logprobs": np.array(line["logprobs"], dtype=np.float32),
-            "version_spans": tuple(VersionSpan(*span) for span in line["version_spans"]),
-            "output_mask": None if mask is None else np.array(mask, dtype=np.uint8),
-            "teacher_logprobs": None if teacher is None else np.array(teacher, dtype=np.float32),
-            "teacher_top_ids": None if top is None else np.array(top, dtype=np.int32),
-            "teacher_top_logprobs": None
-            if top is None
-            else np.array(line["teacher_top_logprobs"], np.float32),
-            "top_ids": _unpack(line.get("top_ids"), PackedIds),
-            "top_logprobs": _unpack(line.get("top_logprobs"), PackedLogprobs),
-            "kept_ids": _unpack(line.get("kept_ids"), PackedIds),
-            "kept_counts": _unpack(line.get("kept_counts"), PackedIds),
-            "experts": _unpack(line.get("experts"), PackedExperts),
-        }
-    )
+_PACKED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts")
+"""Arrays of a turn that a line has as text."""
 
 
-def _pack(array: np.ndarray | None) -> str | None:
+def _pack(array: np.ndarray) -> str:
     """Returns an array's compressed bytes as text, which takes a third of its numbers in JSON."""
-    if array is None:
-        return None
     return base64.b64encode(zstandard.compress(array_bytes(array), 1)).decode()
 
 
-def _unpack(text: str | None, kind: Any) -> np.ndarray | None:
-    if text is None:
-        return None
-    return np.frombuffer(zstandard.decompress(base64.b64decode(text)), element_type(kind))
+def _array(kind: Any, value: Any) -> np.ndarray:
+    """Returns an array of a type such as `Ids`, from its numbers or its text."""
+    if isinstance(value, str):
+        return np.frombuffer(zstandard.decompress(base64.b64decode(value)), element_type(kind))
+    return np.array(value, element_type(kind))
