@@ -22,11 +22,9 @@ ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
 CLIENTS, FAILURES, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "failures", "streaks"))
-VERSIONS, IN_FLIGHT, CURSOR = (
-    CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight", "cursor")
-)
+VERSIONS, IN_FLIGHT = (CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight"))
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, FAILURES, STREAKS, VERSIONS, IN_FLIGHT, CURSOR, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, FAILURES, STREAKS, VERSIONS, IN_FLIGHT, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
@@ -65,8 +63,8 @@ FAULTS = [
     Fault("unknown_version_is_fresh", "if oldest is None or staleness is None or (bound", "if oldest is None:\n            return True\n        if staleness is None or (bound", VERSIONS),
     Fault("abandoned_lineage_is_fresh", "return not any(oldest <= version <= last for version in self.abandoned)", "return True", VERSIONS),
     Fault("abandoned_beside_older_is_fresh", "last = oldest if newest is None else newest", "last = oldest", VERSIONS),
-    Fault("restored_and_issued_again", "        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)\n", "", CURSOR),
-    Fault("restored_skips_tasks", "            self._recycled.append(self._new_ticket())\n", "            self._new_ticket()\n", CURSOR),
+    Fault("restored_and_issued_again", "        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)\n", "", GROUPS),
+    Fault("restored_skips_tasks", "            self._recycled.append(self._new_ticket())\n", "            self._new_ticket()\n", GROUPS),
     Fault("restored_cannot_be_selected", "        if group.phase is Phase.LEASED:\n            self.leased.append(group.id)\n", "", IN_FLIGHT),
     Fault("stopped_tasks_are_lost", "            self._cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))\n", "            pass\n"),
     Fault("future_version_is_fresh", "return None if oldest is None or oldest > self.live else", "return None if oldest is None else", VERSIONS),
@@ -92,8 +90,8 @@ FAULTS = [
     Fault("will_be_stale_spares_the_ready", "waiting = (Phase.RUNNING, Phase.READY)", "waiting = (Phase.RUNNING,)"),
     Fault("will_be_stale_takes_the_admissible", "and version - oldest > bound", "and version - oldest >= bound", VERSIONS),
     Fault("commit_forgets_attempts", "zip((self.group_counts, self.attempt_counts), stepped, strict=True)", "zip((self.group_counts,), stepped, strict=False)", IN_FLIGHT),
-    Fault("resume_loses_tickets", "return AdmissionProgress(self._index, [*self._recycled, *live])", "return AdmissionProgress(self._index, [*self._recycled])", CURSOR),
-    Fault("resume_forgets_the_cursor", "        self._index = progress.cursor\n", "", CURSOR),
+    Fault("resume_loses_tickets", "for ticket in (*self._recycled, *live)]", "for ticket in self._recycled]", GROUPS),
+    Fault("resume_forgets_the_cursor", "        self._index = progress[\"cursor\"]\n", "", GROUPS),
     Fault("resume_forgets_quarantine", "            self.quarantines[line[\"task\"]] = line\n", "            pass\n", RESUME),
     Fault("resume_forgets_that_it_was_lifted", "            self.quarantines.pop(line[\"task\"], None)\n", "            pass\n", RESUME),
     Fault("outages_quarantine_at_a_resume", " if line.get(\"outcome\") != infra", "", RESUME),

@@ -12,14 +12,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
-from tidegate.trainer.admission.state import AdmissionProgress, BatchSelection, Phase
+from tidegate.trainer.admission.state import BatchSelection, Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
@@ -45,13 +46,11 @@ class Marker:
 
     position: int
     step: int
-    progress: AdmissionProgress
+    progress: dict[str, Any]
     published: int = 0
 
     def checkpoint(self) -> Checkpoint:
-        progress = asdict(self.progress)
-        state = {"cursor": progress["cursor"], "tickets": progress["tickets"], "ledger": self.position}
-        return Checkpoint(Path(), self.step, state)
+        return Checkpoint(Path(), self.step, {**self.progress, "ledger": self.position})
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,13 @@ class RunCheckpoints:
         """
         await self.written()
         # Read without an await between: groups go on, and their later entries belong to the next marker.
-        progress = self.admission.progress()
         state: dict[str, Any] = {
             "ledger": self.ledger.position,
             "ledger_checksum": self.ledger.checksum,
             "epoch": self.admission.epoch,
             "version": self.admission.version,
             "baseline": self.means.state(),
-            "cursor": progress.cursor,
-            "tickets": [asdict(ticket) for ticket in progress.tickets],
+            **self.admission.progress(),
         }
         if self.promotion is not None:
             state["live_step"] = self.promotion.live_step

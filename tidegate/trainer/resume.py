@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tidegate.gateway.client import GatewayClient, GroupRow
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.admission.state import AdmissionProgress, GroupState, Phase, Slot, TaskTicket
+from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState, cancel_interrupted, restore_group
 from tidegate.trainer.records.trajectories import TrajectoryFiles
@@ -146,8 +145,7 @@ def restore_admission(
     admission.attempt_counts.update(past.counts(past.attempts))
     admission.failures.causes = past.failures()
     admission.versions.abandoned = past.abandoned
-    progress = AdmissionProgress() if start.checkpoint is None else _progress(start.checkpoint.state)
-    admission.restore(progress, past.groups.values())
+    admission.restore(None if start.checkpoint is None else start.checkpoint.state, past.groups.values())
     admission.failures.quarantined = set(past.quarantined)
     others = [name for name in live if name not in restored and name not in cancelled]
     for name in [*restored, *others]:
@@ -179,9 +177,3 @@ def _state(past: LedgerState, name: str, phase: Phase) -> GroupState:
     slots = [Slot(done=attempts.get(slot)) for slot in range(1 + max(attempts, default=-1))]
     ticket = TaskTicket(issued["index"]) if "index" in issued else None  # None: a client formed it
     return GroupState(name, issued["task"], ticket, slots, phase=phase, client=issued.get("client"))
-
-
-def _progress(state: Mapping[str, Any]) -> AdmissionProgress:
-    """Return the admission progress in a checkpoint's marker."""
-    tickets = [TaskTicket(**ticket) for ticket in state["tickets"]]
-    return AdmissionProgress(state["cursor"], tickets)

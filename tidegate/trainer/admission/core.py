@@ -22,23 +22,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.clients import choose, refusal_reason
-from tidegate.trainer.admission.cursor import TaskCursor
 from tidegate.trainer.admission.failures import Failures
 from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
-from tidegate.trainer.admission.state import (
-    AdmissionProgress,
-    BatchSelection,
-    GroupState,
-    Phase,
-    Slot,
-    TaskTicket,
-)
+from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot, TaskCursor, TaskTicket
 from tidegate.trainer.admission.streaks import Streaks
 from tidegate.trainer.admission.versions import PolicyVersions
 from tidegate.trainer.ledger.entries import LedgerEntry, State
@@ -77,6 +70,10 @@ class Admission:
         self.outage = Outage(record)
         self.pace = Pace(deadline_s=rules.deadline_s, tokens=rules.reply_tokens)
         self._in_flight = GroupsInFlight(rules, record, self.outage, self.pace)
+        self.groups = self._in_flight.by_id
+        """Groups in flight by id."""
+        self.group_counts, self.attempt_counts = self._in_flight.group_counts, self._in_flight.attempt_counts
+        """Groups and attempts issued so far, by state."""
         self.failures = Failures(rules, record, self._in_flight, self.outage)
         self._cursor = TaskCursor()
         self._record = record
@@ -87,21 +84,6 @@ class Admission:
     def version(self) -> int:
         """Policy version that is live."""
         return self.versions.live
-
-    @property
-    def groups(self) -> dict[str, GroupState]:
-        """Groups in flight by id."""
-        return self._in_flight.by_id
-
-    @property
-    def group_counts(self) -> Counter[State]:
-        """Groups issued so far, by state."""
-        return self._in_flight.group_counts
-
-    @property
-    def attempt_counts(self) -> Counter[State]:
-        """Attempts issued so far, by state."""
-        return self._in_flight.attempt_counts
 
     # ------------------------------------------------------------------ starting
 
@@ -396,17 +378,19 @@ class Admission:
 
     # ------------------------------------------------------------------ resuming
 
-    def progress(self) -> AdmissionProgress:
-        """Return the cursor and the tickets that are recycled or of groups that have not ended."""
+    def progress(self) -> dict[str, Any]:
+        """Return what a checkpoint's marker has: the cursor, and the tickets that are recycled or of groups
+        that have not ended."""
         live = [group.ticket for group in self.groups.values() if group.phase is not Phase.UNPUBLISHED]
         return self._cursor.progress(filter(None, live))
 
-    def restore(self, progress: AdmissionProgress, groups: Iterable[LedgerItem] = ()) -> None:
-        """Restore a checkpoint's progress, and the counts of all groups of the ledger."""
+    def restore(self, progress: Mapping[str, Any] | None, groups: Iterable[LedgerItem] = ()) -> None:
+        """Restore a checkpoint's progress, if there is one, and the counts of all groups of the ledger."""
         for group in groups:
             if group.state is State.FILTERED:
                 self._count_filtered(group.solved, group.episodes)
-        self._cursor.restore(progress)
+        if progress is not None:
+            self._cursor.restore(progress)
 
     def resume_group(self, group: GroupState) -> None:
         """Resume a group of an earlier epoch: ready, or leased if the trainer has its tokens.

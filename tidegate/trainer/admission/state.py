@@ -1,10 +1,12 @@
-"""Admission's state of groups and slots, and the selection of a batch."""
+"""Admission's state of groups and slots, the order of the tasks, and the selection of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.rules import Rules
@@ -18,6 +20,43 @@ class TaskTicket:
     index: int
     replaces: str | None = None
     stale_retries: int = 0
+
+
+class TaskCursor:
+    """Position of a run in the sequence of training tasks."""
+
+    def __init__(self) -> None:
+        self._index = 0
+        """Index of the next new task."""
+        self._recycled: deque[TaskTicket] = deque()
+        """Tickets of tasks that are issued again, before new ones."""
+
+    def next(self) -> TaskTicket:
+        """Return the ticket of the next task: recycled ones first, then new ones."""
+        return self._recycled.popleft() if self._recycled else self._new_ticket()
+
+    def _new_ticket(self) -> TaskTicket:
+        self._index += 1
+        return TaskTicket(self._index - 1)
+
+    def recycle(self, ticket: TaskTicket) -> None:
+        """Issue a task again, after the tasks that were recycled before."""
+        self._recycled.append(ticket)
+
+    def progress(self, live: Iterable[TaskTicket]) -> dict[str, Any]:
+        """Return the position, with the tickets that are recycled or of `live` groups."""
+        return {"cursor": self._index, "tickets": [asdict(ticket) for ticket in (*self._recycled, *live)]}
+
+    def restore(self, progress: Mapping[str, Any]) -> None:
+        """Restore a checkpoint's progress, without `replaces`: it names groups of an earlier epoch."""
+        self._index = progress["cursor"]
+        self._recycled = deque(TaskTicket(**{**ticket, "replaces": None}) for ticket in progress["tickets"])
+
+    def take(self, index: int) -> None:
+        """Take the task at an index out of the tasks to issue: a group of it has resumed."""
+        while self._index <= index:
+            self._recycled.append(self._new_ticket())
+        self._recycled = deque(ticket for ticket in self._recycled if ticket.index != index)
 
 
 class Phase(StrEnum):
@@ -113,11 +152,3 @@ class BatchSelection:
             [group for part in parts for group in part.groups],
             [age for part in parts for age in part.staleness],
         )
-
-
-@dataclass(slots=True)
-class AdmissionProgress:
-    """Admission state in a checkpoint, from which a resumed run continues with the same tasks."""
-
-    cursor: int = 0
-    tickets: list[TaskTicket] = field(default_factory=list)

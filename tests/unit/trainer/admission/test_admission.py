@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tidegate.config import load_settings
 from tidegate.errors import LedgerError
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
-from tidegate.trainer.admission.state import AdmissionProgress, TaskTicket
+from tidegate.trainer.admission.state import TaskTicket
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.state import LedgerState
 from tidegate.trainer.resume import restore_admission
@@ -283,7 +284,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     driver = Driver(max_staleness=5)
     driver.start(), driver.start()
     progress = driver.core.progress()
-    assert progress == AdmissionProgress(2, [TaskTicket(0), TaskTicket(1)])
+    assert progress == {"cursor": 2, "tickets": [asdict(TaskTicket(0)), asdict(TaskTicket(1))]}
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.versions.abandoned = {7, 8}
@@ -306,7 +307,7 @@ def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
     first = driver.start()
     index = driver.core.groups[first].ticket.index
     driver.core.cancel_group(first)
-    assert [ticket.index for ticket in driver.core.progress().tickets] == [index]
+    assert [ticket["index"] for ticket in driver.core.progress()["tickets"]] == [index]
     assert driver.core.next_ticket() == TaskTicket(
         index, None, 0
     )  # not as its replacement: nothing was stale
