@@ -48,18 +48,11 @@ class Count(Environment):
     def eval_sets(self) -> dict[str, list[Task]]:
         return {"next": [self.train_task(index) for index in range(1000, 1008)]}
 '''
-LOSS = '''"""REINFORCE (Williams, 1992): A · log π, a mean over tokens, without a correction of staleness."""
-
-from __future__ import annotations
-
-from tidegate.settings.losses import ReinforceLoss
-from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.parts import token_mean, token_ratio, truncated, weighted
-
-
-def make(settings: ReinforceLoss) -> Loss:
-    """Returns the loss with these settings."""
+LOSS = '''def reinforce(settings: ReinforceLoss) -> Loss:
+    """REINFORCE (Williams, 1992): A · log π, a mean over tokens, without a correction of staleness."""
     return Loss(token_ratio, weighted(truncated(settings.importance_cap)), token_mean)
+
+
 '''
 LOSS_SETTINGS = '''class ReinforceLoss(LossSettings):
     name: Literal["reinforce"] = "reinforce"
@@ -169,7 +162,6 @@ FILES = {
     "engine.py": ENGINE,
     "tidegate/agents/echo.py": AGENT,
     "tidegate/envs/count.py": ENVIRONMENT,
-    "tidegate/trainer/losses/reinforce.py": LOSS,
     "tidegate/gateway/dialects/texts.py": DIALECT,
     "tidegate/gateway/parsing/tool_calls/arrow.py": TOOL_CALLS,
     "tidegate/trainer/loggers/calendar.py": LOGGER,
@@ -179,11 +171,15 @@ APP, OPENAPI = "tidegate/gateway/http/app.py", "tidegate/gateway/http/openapi.py
 LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_calls/registry.py"
 JOURNAL = "tests/unit/gateway/test_journal_schema.py"
 _FILLED = "            prompt_tokens=self.prompt_tokens,\n"
+MAKE = "tidegate/trainer/losses/make.py"
 FORMULAS = "tests/unit/trainer/losses/test_formulas.py"
 REGISTRATIONS = [
     ("tidegate/agents/base.py", '    "command":', '    "echo": "tidegate.agents.echo:EchoAgent",\n'),
     ("tidegate/envs/base.py", '    "dataset":', '    "count": "tidegate.envs.count:Count",\n'),
     (LOSSES, "class MaskedISLoss(", LOSS_SETTINGS),
+    (MAKE, "def masked_is(", LOSS),
+    (MAKE, "    TruncatedISLoss,\n", "    ReinforceLoss,\n"),
+    (MAKE, "masked_is, truncated_is, nll", "reinforce, "),
     (LOSSES, "TruncatedISLoss, Mask", "ReinforceLoss, "),
     (
         FORMULAS,

@@ -1,7 +1,6 @@
 """Settings of the losses, one class for each: `[trainer.loss] name = "dapo"` and what applies to it.
 
-This is the only list of their names. The formula of each is in the module of `trainer.losses` that has its
-name.
+The formula of each is at the function of its name in `trainer.losses.make`.
 """
 
 from __future__ import annotations

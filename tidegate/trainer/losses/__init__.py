@@ -1,1 +1,1 @@
-"""The losses, one module for each, by its name in `trainer.loss.name`."""
+"""The losses, their parts, and score centering."""

@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.unit.trainer.learning_fixtures import lay, make_rows
 from tidegate.settings.losses import DPPOLoss
 from tidegate.trainer.batch.microbatch import Microbatch
-from tidegate.trainer.losses import dppo
 from tidegate.trainer.losses.centering import TokenWeight, centered, expected_score
 from tidegate.trainer.losses.loss import Surrogate
+from tidegate.trainer.losses.make import dppo
 from tidegate.trainer.losses.parts import bounded, dual_clipped, masked, ppo_clip, truncated, weighted
 from tidegate.trainer.policy.head import TokenLogprobs, narrowed
 
@@ -31,8 +31,8 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": weighted(bounded(LOW, HIGH)),
     "grpo": ppo_clip(0.2, 0.2),
     "dapo": dual_clipped(1.3, ppo_clip(0.2, 0.28)),
-    "dppo": dppo.make(DPPOLoss(importance_cap=HIGH, threshold=0.03)).surrogate,
-    "dppo_kl": dppo.make(DPPOLoss(importance_cap=HIGH, divergence="kl", threshold=0.01)).surrogate,
+    "dppo": dppo(DPPOLoss(importance_cap=HIGH, threshold=0.03)).surrogate,
+    "dppo_kl": dppo(DPPOLoss(importance_cap=HIGH, divergence="kl", threshold=0.01)).surrogate,
 }
 
 
