@@ -7,7 +7,6 @@ import os
 import random
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ from tidegate.simulation.ceilings import (
     components,
     part_of,
 )
-from tidegate.simulation.costs import MEASURED, Costs, read_costs
+from tidegate.simulation.costs import Costs
 from tidegate.simulation.scenario import (
     AgentModel,
     EngineModel,
@@ -51,8 +50,12 @@ def costs(**values: float) -> Costs:
     return NOTHING.model_copy(update=values)
 
 
+def with_costs(scenario: Scenario, which: Costs) -> Scenario:
+    return scenario.model_copy(update={"costs": which})
+
+
 def loads(scenario: Scenario, which: Costs, rates: Rates = RATES) -> dict[str, Component]:
-    return {one.name: one for one in components(rates, scenario, which)}
+    return {one.name: one for one in components(rates, with_costs(scenario, which))}
 
 
 def test_each_part_of_the_gateway_has_its_rate_times_its_cost() -> None:
@@ -131,7 +134,7 @@ def test_bytes_are_those_by_hand() -> None:
     )
     scenario = Scenario(weights=WeightsModel(gigabytes=2, full_every=4))
     version = 2e9 * (0.25 + 0.75 * 0.25)
-    assert bytes_per_s(RATES, scenario, which) == pytest.approx({
+    assert bytes_per_s(RATES, with_costs(scenario, which)) == pytest.approx({
         "journal": 8_000 + 192_000, "trajectories": 360_000, "weights": 0.05 * version,
         "weights to engines": 0.3 * version,
     })  # fmt: skip
@@ -149,7 +152,7 @@ def test_more_of_anything_never_lowers_a_load(seed: int) -> None:
     )  # fmt: skip
     which = Costs(**{name: rng.random() for name in Costs.model_fields})
     rates = Rates(**{one.name: rng.randint(0, 1000) for one in fields(Rates)})
-    before, sizes = loads(scenario, which, rates), bytes_per_s(rates, scenario, which)
+    before, sizes = loads(scenario, which, rates), bytes_per_s(rates, with_costs(scenario, which))
     more = [
         (replace(rates, **{one.name: getattr(rates, one.name) + rng.randint(1, 50)}), scenario, which)
         for one in fields(Rates)
@@ -160,8 +163,10 @@ def test_more_of_anything_never_lowers_a_load(seed: int) -> None:
     for changed, world, prices in more:
         after = loads(world, prices, changed)
         assert all(after[name].load >= before[name].load for name in before)
-        assert all(size >= sizes[name] for name, size in bytes_per_s(changed, world, prices).items())
-        order = [one.load for one in components(changed, world, prices)]
+        assert all(
+            size >= sizes[name] for name, size in bytes_per_s(changed, with_costs(world, prices)).items()
+        )
+        order = [one.load for one in components(changed, with_costs(world, prices))]
         assert order == sorted(order, reverse=True)
 
 
@@ -173,8 +178,8 @@ def test_every_cost_counts(name: str) -> None:
     before, after = (Costs(**dict.fromkeys(Costs.model_fields, 0.1) | {name: value}) for value in (0.1, 0.2))
 
     def total(which: Costs) -> float:
-        loaded = sum(one.load for one in components(RATES, scenario, which))
-        return loaded + sum(bytes_per_s(RATES, scenario, which).values())
+        loaded = sum(one.load for one in components(RATES, with_costs(scenario, which)))
+        return loaded + sum(bytes_per_s(RATES, with_costs(scenario, which)).values())
 
     assert total(after) > total(before)
 
@@ -239,59 +244,6 @@ def test_attempts_are_divided_and_an_odd_cluster_is_not() -> None:
     assert part_of(small)[1] == 1
 
 
-# ---------------------------------------------------------------------- files of costs
-
-
-def written(path: Path, rows: list[dict[str, Any]], head: str = "", **more: object) -> Path:
-    path.write_text(head + json.dumps({"machine": {}, "results": rows, "checks": [], **more}) + "\n")
-    return path
-
-
-def rows_of(which: Costs) -> list[dict[str, Any]]:
-    return [
-        {"cost": name, "value": value, "fills_a_core_at": None} for name, value in which.model_dump().items()
-    ]
-
-
-def test_costs_are_read_with_and_without_the_table_before_them(tmp_path: Path) -> None:
-    assert read_costs(written(tmp_path / "a", rows_of(MEASURED))) == MEASURED
-    assert (
-        read_costs(written(tmp_path / "b", rows_of(MEASURED), "cost=gateway_turn_s  value=1\n")) == MEASURED
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"cost": "gateway_trun_s", "value": 1.0}, "no cost 'gateway_trun_s'; did you mean 'gateway_turn_s'"),
-        ({"cost": "ledger_entry_s", "value": 1.0}, "'ledger_entry_s' is given twice"),
-        ({"cost": "ledger_entry_s"}, "has other keys than cost, value"),
-        ({"cost": "a", "value": 1.0, "colour": 1}, "has other keys than cost, value"),
-    ],
-)
-def test_a_wrong_cost_is_refused_by_name(change: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read_costs(written(tmp_path / "c", [*rows_of(MEASURED), change]))
-
-
-def test_missing_costs_bad_values_and_other_files_are_refused(tmp_path: Path) -> None:
-    rows = rows_of(MEASURED)
-    with pytest.raises(ConfigError, match=r"missing: gateway_turn_s; docs/simulate\.md says"):
-        read_costs(written(tmp_path / "c", [row for row in rows if row["cost"] != "gateway_turn_s"]))
-    for bad in (-1.0, "x", None, float("nan")):
-        changed = [row | {"value": bad} if row["cost"] == "rows_token_s" else row for row in rows]
-        with pytest.raises(ConfigError, match="rows_token_s = "):
-            read_costs(written(tmp_path / "c", changed))
-    with pytest.raises(ConfigError, match="no key 'colour'"):
-        read_costs(written(tmp_path / "c", rows, colour=1))
-    for text in ("", "words", "[]", "{}"):
-        (tmp_path / "c").write_text(text)
-        with pytest.raises(ConfigError, match="no JSON object of costs"):
-            read_costs(tmp_path / "c")
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_costs(tmp_path / "none")
-
-
 # ---------------------------------------------------------------------- command
 
 
@@ -302,9 +254,12 @@ def test_the_command_prints_the_bottleneck(tmp_path: Path, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert printed.count("bottleneck: ") == 2
     assert printed.count("costs: measured on 2026-") == 2
-    heavy = written(tmp_path / "c", rows_of(costs(publish_full_byte_s=1.0)))
-    words = ["simulate", str(file), "--costs", str(heavy), "--weights.gigabytes", "4", "--json"]
-    assert main(words) == 0
+    costs = "".join(f"{name} = 0.0\n" for name in Costs.model_fields if name != "publish_full_byte_s")
+    file.write_text(f"{file.read_text()}[costs]\n{costs}")
+    words = ["--costs.publish_full_byte_s", "1", "--weights.gigabytes", "4"]
+    assert main(["simulate", str(file), "--ceilings", *words]) == 0
+    assert "publish_full_byte_s" in capsys.readouterr().out.partition("costs: measured on 2026-")[2]
+    assert main(["simulate", str(file), "--ceilings", *words, "--json"]) == 0
     [cell] = json.loads(capsys.readouterr().out)["cells"]
     assert cell["bottleneck"] == "publishing"
     assert cell["loads"]["publishing"]["load"] > 1
@@ -314,7 +269,8 @@ def test_the_command_prints_the_bottleneck(tmp_path: Path, capsys: pytest.Captur
 def test_the_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["--ceilings", "--plot", str(tmp_path / "p.png")], "which --ceilings replaces"),
-        (["--costs", str(tmp_path / "none")], "cannot be read"),
+        (["--costs.gateway_trun_s", "1"], "did you mean 'costs.gateway_turn_s'"),
+        (["--costs.rows_token_s", "-1"], "costs.rows_token_s = "),
         (["--weights.transport", "pigeon"], "weights.transport"),
         (["--gateway.streamed", "1.5"], "gateway.streamed"),
         (["--gateway.shard", "2"], "gateway.shards"),
@@ -324,4 +280,4 @@ def test_the_command_refuses_what_makes_no_sense(tmp_path: Path, capsys: pytest.
 
 
 def test_a_load_of_nothing_is_no_error() -> None:
-    assert "bottleneck: gateway, at no load" in ceilings_table(RATES, ONE, NOTHING)
+    assert "bottleneck: gateway, at no load" in ceilings_table(RATES, with_costs(ONE, NOTHING))

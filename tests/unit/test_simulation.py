@@ -27,7 +27,7 @@ from tidegate.simulation.scenario import (
     TrainerModel,
     WeightsModel,
 )
-from tidegate.simulation.sweep import splits_of, sweep, table
+from tidegate.simulation.sweep import Cell, scenarios, splits_of, table
 from tidegate.simulation.world import SimulatedRun
 
 LONG_TAIL = Scenario(
@@ -148,7 +148,7 @@ def test_where_every_attempt_fails_it_says_so() -> None:
 
 def test_a_sweep_tries_every_split_with_every_bound() -> None:
     few = LONG_TAIL.model_copy(update={"steps": 5})
-    cells = list(sweep(few, splits_of(8, parts=2), [0, 2]))
+    cells = [Cell.of(one) for one in scenarios(few, splits_of(8, parts=2), [0, 2])]
     assert [(one.engines, one.trainers, one.staleness) for one in cells] == [(4, 4, 0), (4, 4, 2)]
     text = table(cells)
     assert "1.00x" in text

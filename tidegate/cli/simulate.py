@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,12 +39,6 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--ceilings", action="store_true", help="print the load of each single process instead of the table"
     )
-    parser.add_argument(
-        "--costs",
-        type=Path,
-        metavar="FILE",
-        help="costs for --ceilings: a JSON file, see docs/simulate.md",
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a chart to a PNG, SVG or PDF file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     takes_settings(parser, "tidegate.simulation.scenario:Scenario")
@@ -52,7 +46,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from tidegate.simulation.sweep import check_plot, plot, splits_of, sweep, table
+    from tidegate.simulation.sweep import Cell, check_plot, plot, scenarios, splits_of, table
 
     if arguments.plot is not None:
         check_plot(arguments.plot)
@@ -68,9 +62,10 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.split:
         splits = [_split(word) for word in arguments.split.split(",")]
     bounds = [_bound(word) for word in arguments.staleness.split(",") if word]
-    if arguments.ceilings or arguments.costs is not None:
-        return _ceilings(arguments, scenario, splits, bounds or [scenario.rules.max_staleness])
-    cells = list(sweep(scenario, splits, bounds or [scenario.rules.max_staleness]))
+    compared = scenarios(scenario, splits, bounds or [scenario.rules.max_staleness])
+    if arguments.ceilings:
+        return _ceilings(arguments, compared)
+    cells = [Cell.of(one) for one in compared]
     if arguments.plot is not None:
         plot(cells, arguments.plot)
     if arguments.json:
@@ -85,38 +80,29 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _ceilings(
-    arguments: argparse.Namespace,
-    scenario: Scenario,
-    splits: Sequence[tuple[int, int]],
-    bounds: Sequence[int | None],
-) -> int:
-    """Prints the loads of the components for each split and bound."""
+def _ceilings(arguments: argparse.Namespace, scenarios: Iterable[Scenario]) -> int:
+    """Prints the loads of the components in each scenario."""
     from tidegate.simulation.ceilings import Rates, ceilings_table, part_of, to_wire
-    from tidegate.simulation.costs import MEASURED, MEASURED_ON, read_costs
+    from tidegate.simulation.costs import MEASURED_ON, Costs
     from tidegate.simulation.world import SimulatedRun
 
     if arguments.plot is not None:
         raise ConfigError("--plot draws the table, which --ceilings replaces; leave one of them out")
-    costs = MEASURED if arguments.costs is None else read_costs(arguments.costs)
     rows = []
-    for engines, trainers in splits:
-        for bound in bounds:
-            one = scenario.with_(
-                engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
-            )
-            part, parts = part_of(one)
-            rates = Rates.of(SimulatedRun(part).run(), part, parts)
-            head = {
-                "engines": engines,
-                "trainers": trainers,
-                "max_staleness": bound,
-                "simulated_parts": parts,
-            }
-            rows.append(head | to_wire(rates, one, costs))
-            if not arguments.json:
-                source = f"measured on {MEASURED_ON}" if arguments.costs is None else str(arguments.costs)
-                print(f"{ceilings_table(rates, one, costs)}\ncosts: {source}\n")
+    for one in scenarios:
+        part, parts = part_of(one)
+        rates = Rates.of(SimulatedRun(part).run(), part, parts)
+        head = {
+            "engines": one.engine_count,
+            "trainers": one.trainer.count,
+            "max_staleness": one.rules.max_staleness,
+            "simulated_parts": parts,
+        }
+        rows.append(head | to_wire(rates, one))
+        if not arguments.json:
+            own = one.costs.other_than_default(*Costs.model_fields)
+            given = f"; {', '.join(own)} as given" if own else ""
+            print(f"{ceilings_table(rates, one)}\ncosts: measured on {MEASURED_ON}{given}\n")
     if arguments.json:
         print(json.dumps({"cells": rows}))
     return 0

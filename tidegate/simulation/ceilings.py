@@ -90,8 +90,9 @@ def part_of(scenario: Scenario) -> tuple[Scenario, int]:
     return part, parts
 
 
-def components(rates: Rates, scenario: Scenario, costs: Costs) -> list[Component]:
+def components(rates: Rates, scenario: Scenario) -> list[Component]:
     """Returns the loads of all components, the highest first."""
+    costs = scenario.costs
     found = [
         _gateway(rates, scenario.gateway, costs),
         _trainer(rates, costs),
@@ -172,9 +173,9 @@ def _mean(one: float, other: float, share: float) -> float:
     return share * one + (1 - share) * other
 
 
-def bytes_per_s(rates: Rates, scenario: Scenario, costs: Costs) -> dict[str, float]:
+def bytes_per_s(rates: Rates, scenario: Scenario) -> dict[str, float]:
     """Returns bytes per second: written by the gateway and the trainer, and received by all engines."""
-    tokens = rates.sampled_tokens + rates.prompt_tokens
+    tokens, costs = rates.sampled_tokens + rates.prompt_tokens, scenario.costs
     share = 1 / scenario.weights.full_every
     version = scenario.weights.gigabytes * 1e9 * (share + (1 - share) * costs.difference_share)
     return {
@@ -185,19 +186,19 @@ def bytes_per_s(rates: Rates, scenario: Scenario, costs: Costs) -> dict[str, flo
     }
 
 
-def to_wire(rates: Rates, scenario: Scenario, costs: Costs) -> dict[str, Any]:
+def to_wire(rates: Rates, scenario: Scenario) -> dict[str, Any]:
     """Returns the loads and bytes for JSON."""
-    loads = components(rates, scenario, costs)
+    loads = components(rates, scenario)
     return {
         "bottleneck": loads[0].name,
         "loads": {one.name: {"load": one.load, "parts": one.parts} for one in loads},
-        "bytes_per_s": bytes_per_s(rates, scenario, costs),
+        "bytes_per_s": bytes_per_s(rates, scenario),
     }
 
 
-def ceilings_table(rates: Rates, scenario: Scenario, costs: Costs) -> str:
+def ceilings_table(rates: Rates, scenario: Scenario) -> str:
     """Formats the loads of all components, the highest first."""
-    loads = components(rates, scenario, costs)
+    loads = components(rates, scenario)
     lines = [
         f"{rates.engines} engines: {rates.sampled_tokens:,.0f} tokens/s sampled, {rates.turns:,.1f} turns/s, "
         f"{rates.sessions:,.2f} sessions/s, {rates.groups:,.3f} groups/s, {rates.publishes:.4f} publishes/s",
@@ -210,6 +211,6 @@ def ceilings_table(rates: Rates, scenario: Scenario, costs: Costs) -> str:
     first = loads[0]
     factor = f"{1 / first.load:,.3g} times this load" if first.load > 0 else "no load"
     lines.append(f"bottleneck: {first.name}, at {factor}")
-    sizes = bytes_per_s(rates, scenario, costs)
+    sizes = bytes_per_s(rates, scenario)
     lines.append("MB/s: " + ", ".join(f"{name} {size / 1e6:,.4g}" for name, size in sizes.items()))
     return "\n".join(lines)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tidegate.errors import TidegateError
 from tidegate.simulation.engines import Clock, Pool
@@ -47,18 +47,8 @@ class Figures:
         return asdict(self)
 
 
-class Totals(NamedTuple):
-    """Sums since the start of a simulation."""
-
-    seconds: float = 0.0
-    sampled: float = 0.0
-    trained: float = 0.0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    prompt: float = 0.0
-    turns: int = 0
-    sessions: int = 0
-    groups: int = 0
+TOTALS = ("sampled", "trained", "waited_s", "prompt", "turns", "sessions", "groups")
+"""Counts whose means are over the steps that count."""
 
 
 @dataclass(slots=True)
@@ -79,12 +69,13 @@ class SimulationCounts:
     turns: int = 0
     sessions: int = 0
     groups: int = 0
-    _from: Totals = field(default_factory=Totals)
+    _before: Mapping[str, float] = field(default_factory=Counter)
+    """The totals when the first step that counts began."""
 
     def begin(self, step: int) -> None:
         self.begun = step
         self.staleness.clear()
-        self._from = self._totals()
+        self._before = self._totals()
 
     def turn(self, prompt: float, tokens: float) -> None:
         self.turns += 1
@@ -97,8 +88,8 @@ class SimulationCounts:
 
     def figures(self, steps: int, scenario: Scenario) -> Figures:
         """Returns the figures; raises TidegateError if no group was trained on."""
-        done = Totals._make(now - before for now, before in zip(self._totals(), self._from, strict=True))
-        counted, groups, seconds = steps - self.begun, self.staleness.total(), done.seconds
+        done = {name: total - self._before[name] for name, total in self._totals().items()}
+        counted, groups, seconds = steps - self.begun, self.staleness.total(), done["seconds"]
         if counted <= 0 or seconds <= 0 or not groups:
             raise TidegateError(
                 "the simulated run trained on nothing: all attempts fail, or all groups are filtered or stale"
@@ -107,23 +98,25 @@ class SimulationCounts:
             steps=counted,
             seconds=seconds,
             step_s=seconds / counted,
-            trained_tokens_per_s=done.trained / seconds,
-            sampled_tokens_per_s=done.sampled / seconds,
-            prompt_tokens_per_s=done.prompt / seconds,
-            turns_per_s=done.turns / seconds,
-            sessions_per_s=done.sessions / seconds,
-            groups_per_s=done.groups / seconds,
+            trained_tokens_per_s=done["trained"] / seconds,
+            sampled_tokens_per_s=done["sampled"] / seconds,
+            prompt_tokens_per_s=done["prompt"] / seconds,
+            turns_per_s=done["turns"] / seconds,
+            sessions_per_s=done["sessions"] / seconds,
+            groups_per_s=done["groups"] / seconds,
             goodput=self.trained / max(1.0, self.trained + sum(self.lost.values())),
             staleness_mean=sum(age * count for age, count in self.staleness.items()) / groups,
             staleness_max=max(self.staleness),
-            engines_busy=done.busy_s / seconds / scenario.engine_count,
-            trainer_waits=done.waited_s / seconds,
+            engines_busy=done["busy_s"] / seconds / scenario.engine_count,
+            trainer_waits=done["waited_s"] / seconds,
             lost={why: tokens / max(1.0, self.sampled) for why, tokens in sorted(self.lost.items())},
             engines_lost=sum(pool.lost for pool in self.pools),
         )
 
-    def _totals(self) -> Totals:
-        return Totals(
-            self.clock.now, self.sampled, self.trained, sum(pool.busy_s() for pool in self.pools),
-            self.waited_s, self.prompt, self.turns, self.sessions, self.groups,
-        )  # fmt: skip
+    def _totals(self) -> dict[str, float]:
+        busy_s = sum(pool.busy_s() for pool in self.pools)
+        return {
+            "seconds": self.clock.now,
+            "busy_s": busy_s,
+            **{name: getattr(self, name) for name in TOTALS},
+        }

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from tidegate.settings.sections import SettingsSection
 from tidegate.settings.servers import PolicyName
+from tidegate.simulation.costs import Costs
 from tidegate.trainer.admission.rules import Rules
 
 Positive = Annotated[float, Field(gt=0)]
@@ -179,6 +180,7 @@ class Scenario(SettingsSection):
     rules: RuleModel = RuleModel()
     gateway: GatewayModel = GatewayModel()
     weights: WeightsModel = WeightsModel()
+    costs: Costs = Costs()
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

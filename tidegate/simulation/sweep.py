@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,22 @@ class Cell:
     staleness: Bound
     figures: Figures
 
+    @classmethod
+    def of(cls, scenario: Scenario) -> Cell:
+        """Simulates a scenario."""
+        bound, figures = scenario.rules.max_staleness, SimulatedRun(scenario).run()
+        return cls(scenario.engine_count, scenario.trainer.count, bound, figures)
 
-def sweep(
-    scenario: Scenario,
-    splits: Sequence[tuple[int, int]],
-    bounds: Sequence[Bound],
-    progress: Callable[[Cell], None] = lambda _: None,
-) -> Iterator[Cell]:
-    """Simulates every split (engines, trainers) with every staleness bound, in this order."""
-    for engines, trainers in splits:
-        for bound in bounds:
-            one = scenario.with_(
-                engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound}
-            )
-            cell = Cell(engines, trainers, bound, SimulatedRun(one).run())
-            progress(cell)
-            yield cell
+
+def scenarios(
+    scenario: Scenario, splits: Sequence[tuple[int, int]], bounds: Sequence[Bound]
+) -> list[Scenario]:
+    """Returns the scenario with every split (engines, trainers) and every staleness bound, in this order."""
+    return [
+        scenario.with_(engine={"count": engines}, trainer={"count": trainers}, rules={"max_staleness": bound})
+        for engines, trainers in splits
+        for bound in bounds
+    ]
 
 
 def splits_of(accelerators: int, parts: int = 8) -> list[tuple[int, int]]:

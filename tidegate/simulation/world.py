@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.simulation.engines import Clock, Pool, SimulatedEngine, SimulatedRequest
@@ -47,9 +47,8 @@ class SimulatedAttempt:
 class SimulatedRun:
     """`run()` simulates the scenario's steps."""
 
-    def __init__(self, scenario: Scenario, progress: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
-        self.progress = progress
         self.clock = Clock()
         self._rng = random.Random(scenario.seed)
         self._core = Admission(scenario.admission_rules(), lambda _: None)
@@ -226,7 +225,6 @@ class SimulatedRun:
         self._step += 1
         self._core.step(selection, self._step)
         self._core.commit()
-        self.progress(self._step)
         if self._step % self.scenario.rules.publish_interval:
             self._wait_again()
         else:
