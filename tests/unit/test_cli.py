@@ -171,7 +171,7 @@ def test_an_option_without_its_section_is_refused_with_the_setting(
 
 def test_flags_that_are_for_programs_stand_in_no_help(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in COMMANDS:
-        name = verb.__name__.rpartition(".")[2].replace("evaluate", "eval")
+        name = verb.replace("evaluate", "eval")
         _, text = said(capsys, *(["rag", "serve"] if name == "rag" else [name]), "--help")
         assert "usage: tidegate" in text
         assert not re.search(r"--(announce|owned|fd|shard)\b", text)

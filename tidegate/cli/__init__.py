@@ -4,69 +4,23 @@ is fast."""
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 from tidegate import __version__
-from tidegate.cli import (
-    audit,
-    convert,
-    doctor,
-    engine,
-    env,
-    evaluate,
-    export,
-    gateway,
-    init,
-    judge,
-    keys,
-    rag,
-    replay,
-    report,
-    serve,
-    sft,
-    simulate,
-    tasks,
-    tinker,
-    train,
-    versions,
-    view,
-    vllm,
-    worker,
-)
 from tidegate.cli.commands import CommandParser, list_settings, mistyped_option
 from tidegate.errors import STOPPED, StartError, TidegateError
 from tidegate.program import advise_extra
 
 COMMANDS = (
-    init,
-    convert,
-    doctor,
-    sft,
-    train,
-    serve,
-    worker,
-    evaluate,
-    judge,
-    gateway,
-    keys,
-    env,
-    engine,
-    vllm,
-    tinker,
-    rag,
-    audit,
-    tasks,
-    versions,
-    view,
-    report,
-    replay,
-    export,
-    simulate,
-)
-
+    "init", "convert", "doctor", "sft", "train", "serve", "worker", "evaluate", "judge", "gateway", "keys",
+    "env", "engine", "vllm", "tinker", "rag", "audit", "tasks", "versions", "view", "report", "replay",
+    "export", "simulate",
+)  # fmt: skip
+"""The modules of the commands, in the order of the help."""
 EXTRAS = {
     "torch": "train",
     "safetensors": "train",
@@ -136,5 +90,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tidegate {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        command.add(subparsers)
+        importlib.import_module(f"tidegate.cli.{command}").add(subparsers)
     return parser
