@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,7 +19,6 @@ from tidegate.viewer.formatting import duration, known, number, plain, printable
 from tidegate.viewer.held_out import held_out_names
 from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.log_view import PlainView
-from tidegate.viewer.signs.watch import watch_of_run
 from tidegate.viewer.summary import ACCENT, final_summary
 
 REFRESHES_PER_S = 2.0
@@ -68,10 +66,7 @@ class LiveView:
 
     def started(self, info: Mapping[str, object]) -> None:
         with self._lock:
-            self.live_state.info = dict(info)
-            if info.get("resumed_from") is not None:
-                self.live_state.note(f"resumed from step {info['resumed_from']}", self._clock())
-                self.live_state.signs = watch_of_run(Path(str(info["dir"])) if info.get("dir") else None)
+            self._add(self.live_state.start(info))
         self._live.start()
 
     def note(self, text: str) -> None:
@@ -79,7 +74,10 @@ class LiveView:
             self.out.line(printable(text))
             return
         with self._lock:
-            self.live_state.note(text, self._clock())
+            self._add([text])
+
+    def _add(self, news: Sequence[str]) -> None:
+        self.live_state.news += [(self._clock(), text) for text in news]
 
     def progress(self, what: str, done: int, total: int) -> None:
         with self._lock:
@@ -87,16 +85,15 @@ class LiveView:
 
     def state(self, snapshot: Mapping[str, float]) -> None:
         with self._lock:
-            self.live_state.add_state(snapshot, self._clock())
+            self._add(self.live_state.add_state(snapshot, self._clock()))
 
     def step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
-            self.live_state.add_step(metrics, self._clock())
+            self._add(self.live_state.add_step(metrics, self._clock()))
 
     def finished(self, result: Mapping[str, object]) -> None:
         self.close()
-        run_dir = self.live_state.info.get("dir")
-        final_summary(self.out, result, Path(str(run_dir)) if run_dir else None)
+        final_summary(self.out, result, self.live_state.run_dir)
 
     def close(self) -> None:
         self._closed = True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 
 from tidegate.viewer.formatting import known
-from tidegate.viewer.signs.watch import SignWatch
+from tidegate.viewer.signs.watch import SignWatch, watch_of_run
 
 KEPT = 2_000
 """Steps whose numbers are kept for trends."""
@@ -63,20 +64,34 @@ class LiveState:
         """The newest step that was taken."""
         return int(self.last.get("step", 0))
 
-    def add_state(self, snapshot: Mapping[str, float], clock: float) -> None:
+    def start(self, info: Mapping[str, object]) -> list[str]:
+        """Returns notes on a run that was resumed, whose signs so far are read."""
+        self.info = dict(info)
+        if info.get("resumed_from") is None:
+            return []
+        self.signs = watch_of_run(self.run_dir)
+        return [f"resumed from step {info['resumed_from']}"]
+
+    @property
+    def run_dir(self) -> Path | None:
+        return Path(str(self.info["dir"])) if self.info.get("dir") else None
+
+    def add_state(self, snapshot: Mapping[str, float], clock: float) -> list[str]:
+        """Returns a warning if a sign begins."""
         self.now.update(snapshot)
-        if (sign := self.signs.state(snapshot)) is not None:
-            self.note(f"warning: {sign}", clock)
         total = known(snapshot.get("tokens/sampled_total"))
         if total is not None:
             self.sampled.add(clock, total)
+        sign = self.signs.state(snapshot)
+        return [] if sign is None else [f"warning: {sign}"]
 
     def tokens_per_s(self) -> float | None:
         """The reported rate, else one derived from the total of sampled tokens."""
         reported = known(self.now.get("tokens_per_s"))
         return self.sampled.per_second() if reported is None else reported
 
-    def add_step(self, metrics: Mapping[str, float], clock: float) -> None:
+    def add_step(self, metrics: Mapping[str, float], clock: float) -> list[str]:
+        """Returns warnings of the signs that begin."""
         numbers = {
             key: value for key, value in ((key, known(metrics[key])) for key in metrics) if value is not None
         }
@@ -84,13 +99,12 @@ class LiveState:
         for key, value in numbers.items():
             self.trends.setdefault(key, deque(maxlen=KEPT)).append(value)
         self.ticks.append((clock, self.at))
-        for sign in self.signs.step(numbers):
-            self.note(f"warning: {sign}", clock)
         scores = {key: value for key, value in numbers.items() if key.startswith("eval/")}
         if scores:
             self.first_eval = {**scores, **self.first_eval}
             self.last_eval.update(scores)
             self.eval_step = int(scores.get("eval/step", self.at))
+        return [f"warning: {sign}" for sign in self.signs.step(numbers)]
 
     def trend(self, key: str) -> list[float]:
         return list(self.trends.get(key, ()))
@@ -108,6 +122,3 @@ class LiveState:
         if last <= first or now <= then:
             return None
         return (now - then) / (last - first) * max(0, self.total_steps - last)
-
-    def note(self, text: str, clock: float) -> None:
-        self.news.append((clock, text))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from tidegate.observer import GROUP_STAGES
 from tidegate.viewer.console import SafeConsole
 from tidegate.viewer.formatting import duration, known, number, printable
 from tidegate.viewer.held_out import held_out_names
-from tidegate.viewer.live_state import Rate
-from tidegate.viewer.signs.watch import SignWatch, watch_of_run
+from tidegate.viewer.live_state import LiveState
 from tidegate.viewer.summary import final_summary
 
 QUIET_S = 30.0
@@ -31,28 +29,22 @@ class PlainView:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.out = out
-        self.total_steps = total_steps
-        self.bound = bound
+        self.live_state = LiveState(total_steps, bound, clock())
         self._clock = clock
-        self._started = self._printed_at = clock()
-        self._run_dir: Path | None = None
+        self._printed_at = self.live_state.started_at
         self._progress: tuple[str, float] | None = None
-        self._first: tuple[float, int] | None = None
-        """Time and number of the first step, for the pace."""
-        self._sampled = Rate(10.0)
-        self._signs = SignWatch()
 
     def started(self, info: Mapping[str, object]) -> None:
-        self._run_dir = Path(str(info["dir"])) if info.get("dir") else None
-        self._print(f"tidegate {info.get('name', '')}: {opening(info)}")
-        bound = "none" if self.bound is None else str(self.bound)
-        self._print(f"staleness bound {bound}; files in {self._run_dir or 'no directory'}")
-        if info.get("resumed_from") is not None:
-            self._print(f"resumed from step {info['resumed_from']}")
-            self._signs = watch_of_run(self._run_dir)
+        notes = self.live_state.start(info)
+        bound = "none" if self.live_state.bound is None else str(self.live_state.bound)
+        self.note(f"tidegate {info.get('name', '')}: {opening(info)}")
+        self.note(f"staleness bound {bound}; files in {self.live_state.run_dir or 'no directory'}")
+        for text in notes:
+            self.note(text)
 
     def note(self, text: str) -> None:
-        self._print(text)
+        self._printed_at = self._clock()
+        self.out.line(f"[{duration(self._printed_at - self.live_state.started_at):>6}] {printable(text)}")
 
     def progress(self, what: str, done: int, total: int) -> None:
         now = self._clock()
@@ -62,62 +54,44 @@ class PlainView:
         due = done >= total or now - spoke >= PROGRESS_S
         self._progress = (what, now if due else spoke)
         if due:
-            self._print(f"{what} {done}/{total}")
+            self.note(f"{what} {done}/{total}")
         if done >= total:
             self._progress = None
 
     def state(self, snapshot: Mapping[str, float]) -> None:
-        self._count(snapshot)
-        if (sign := self._signs.state(snapshot)) is not None:
-            self._print(f"warning: {sign}")
+        for text in self.live_state.add_state(snapshot, self._clock()):
+            self.note(text)
         if self._clock() - self._printed_at < QUIET_S:
             return
         stages = ", ".join(
             f"{number(snapshot.get(f'groups/{stage}', 0), 0)} {stage}" for stage in GROUP_STAGES
         )
-        rate = number(self._sampled.per_second(), 0)
+        rate = number(self.live_state.tokens_per_s(), 0)
         what = "paused by an outage" if snapshot.get("outage/now") else "waiting"
-        why = self._signs.filtered(snapshot)
-        self._print(f"{what}: groups {stages}{f'; {why}' if why else ''}; {rate} tokens/s")
+        why = self.live_state.signs.filtered(snapshot)
+        self.note(f"{what}: groups {stages}{f'; {why}' if why else ''}; {rate} tokens/s")
 
     def step(self, metrics: Mapping[str, float]) -> None:
+        warnings = self.live_state.add_step(metrics, self._clock())
         if "reward/mean" in metrics:
-            self._count(metrics)
-            line = step_line(metrics, self.total_steps, self._sampled.per_second())
-            self._print(line + self._left(int(metrics.get("step", 0))))
+            line = step_line(metrics, self.live_state.total_steps, self.live_state.tokens_per_s())
+            left = self.live_state.seconds_left()
+            self.note(line if not left else f"{line}  about {duration(left)} left")
         scores = [
             f"{name} {number(metrics[key], 3)}"
             for key, name in held_out_names(metrics).items()
             if known(metrics.get(key)) is not None
         ]
         if scores:
-            of = metrics.get("eval/step", metrics.get("step", 0))
-            self._print(f"evaluation after step {int(of)}: {'; '.join(scores)}")
-        for sign in self._signs.step(metrics):
-            self._print(f"warning: {sign}")
-
-    def _left(self, step: int) -> str:
-        """Returns the predicted time to the last step, by the pace since the first one."""
-        now = self._clock()
-        then, first = self._first = self._first or (now, step)
-        if self.total_steps is None or not first < step < self.total_steps:
-            return ""
-        return f"  about {duration((now - then) / (step - first) * (self.total_steps - step))} left"
-
-    def _count(self, numbers: Mapping[str, float]) -> None:
-        total = known(numbers.get("tokens/sampled_total"))
-        if total is not None:
-            self._sampled.add(self._clock(), total)
+            self.note(f"evaluation after step {self.live_state.eval_step}: {'; '.join(scores)}")
+        for text in warnings:
+            self.note(text)
 
     def finished(self, result: Mapping[str, object]) -> None:
-        final_summary(self.out, result, self._run_dir)
+        final_summary(self.out, result, self.live_state.run_dir)
 
     def close(self) -> None:
         """Does nothing: the view holds no resources."""
-
-    def _print(self, text: str) -> None:
-        self._printed_at = self._clock()
-        self.out.line(f"[{duration(self._printed_at - self._started):>6}] {printable(text)}")
 
 
 def opening(info: Mapping[str, object]) -> str:

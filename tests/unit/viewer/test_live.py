@@ -51,7 +51,7 @@ def board_after(steps: int) -> LiveState:
         row = metrics_row(step, 100, rng, counts)
         board.add_step(row | (evaluation(step, 100, rng) if step == 25 else {}), step * 2.0)
         board.add_state({"tokens/sampled_total": step * 8000.0, "groups/live": 12.0}, step * 2.0)
-    board.note("engine ready in 3.1 s", 0.5)
+    board.news.append((0.5, "engine ready in 3.1 s"))
     return board
 
 
@@ -119,7 +119,7 @@ def test_no_bound_and_unknown_numbers() -> None:
 
 def test_text_from_elsewhere_neither_styles_nor_drives_the_terminal() -> None:
     board = LiveState(10, 2, 0.0, info={**INFO, "name": "[red]x[/red]"})
-    board.note("agent said: [bold]\x1b[2J\x1b]0;owned\x07[/nonsense] \ud800", 1.0)
+    board.news.append((1.0, "agent said: [bold]\x1b[2J\x1b]0;owned\x07[/nonsense] \ud800"))
     text = drawn(board, 100)
     assert "[red]x[/red]" in text
     assert "[/nonsense]" in text
