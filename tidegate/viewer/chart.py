@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -47,32 +47,31 @@ def lines(
     y_range: tuple[float | None, float | None] = (None, None),
     size: tuple[int, int] = (540, 220),
     legend: bool = True,
+    stacked: bool = False,
 ) -> Chart | None:
     """Returns a chart of series over one x axis; None if no series has two points, or dots to show.
 
-    `axes` are the titles of the x and the y axis.
+    `axes` are the titles of the x and the y axis. With `stacked` the series are areas on top of each other,
+    the first at the bottom; all of them have the same x values.
     """
     shown = [thinned(one) for one in series if one.points]
+    if stacked:
+        shown = [replace(one, form="area") for one in shown if any(y for _, y in one.points)]
     if not any(len(one.points) > 1 or "dots" in one.form for one in shown):
         return None
-    drawing = {"axes": axes, "y": y_range, "size": size, "stacked": False}
-    return _chart(title, note, shown, drawing, legend)
-
-
-def stacked(
-    title: str,
-    series: Sequence[Series],
-    *,
-    note: str = "",
-    axes: tuple[str, str] = (STEP, ""),
-    size: tuple[int, int] = (540, 220),
-) -> Chart | None:
-    """Returns areas on top of each other, the first at the bottom; all series have the same x values."""
-    shown = [thinned(one) for one in series if any(y for _, y in one.points)]
-    if not shown or len(shown[0].points) < 2:
-        return None
-    drawing = {"axes": axes, "y": (0.0, None), "size": size, "stacked": True}
-    return _chart(title, note, [replace(one, form="area") for one in shown], drawing)
+    data = {
+        "title": title,
+        "axes": axes,
+        "y": y_range,
+        "size": size,
+        "stacked": stacked,
+        "series": [
+            {"name": one.name, "tone": one.tone, "form": one.form, "points": rounded(one.points)}
+            for one in shown
+        ],
+    }
+    names = tuple((one.name, one.tone, one.form) for one in shown) if legend and len(shown) > 1 else ()
+    return Chart(title, note, names, json.dumps(data, separators=(",", ":")))
 
 
 def thinned(series: Series) -> Series:
@@ -96,25 +95,6 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     step = next(one * power for one in (1, 2, 5, 10) if one * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _chart(
-    title: str,
-    note: str,
-    series: Sequence[Series],
-    drawing: Mapping[str, object],
-    legend: bool = True,
-) -> Chart:
-    data = {
-        "title": title,
-        **drawing,
-        "series": [
-            {"name": one.name, "tone": one.tone, "form": one.form, "points": rounded(one.points)}
-            for one in series
-        ],
-    }
-    names = tuple((one.name, one.tone, one.form) for one in series) if legend and len(series) > 1 else ()
-    return Chart(title, note, names, json.dumps(data, separators=(",", ":")))
 
 
 def rounded(points: Sequence[Point]) -> list[Point]:

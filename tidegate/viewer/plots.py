@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.observer import GROUP_ENDINGS, GROUP_STAGES
-from tidegate.viewer.chart import STEP, Chart, Form, Point, Series, Tone, lines, stacked
+from tidegate.viewer.chart import STEP, Chart, Form, Point, Series, Tone, lines
 from tidegate.viewer.formatting import number, printable, smoothed
 from tidegate.viewer.held_out import GREEDY, SAMPLED
 from tidegate.viewer.run_files import RunFiles
@@ -130,7 +130,8 @@ def _groups(run: RunFiles) -> Chart | None:
         count("failed, cancelled", "failed", "cancelled", tone="warn"),
         count("in flight", *GROUP_STAGES, tone="ink"),
     ]
-    return stacked("Groups by state", series, axes=(STEP, "groups since the start"))
+    axes = (STEP, "groups since the start")
+    return lines("Groups by state", series, axes=axes, y_range=(0.0, None), stacked=True)
 
 
 HEALTH = {

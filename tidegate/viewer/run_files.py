@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ def read_run(run_dir: Path) -> RunFiles:
     run.settings = read_settings(run_dir, run.remarks)
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        run.rows, run.redone = lineage(objects(metrics, run.remarks))
+        run.rows, run.redone = lineage(objects(metrics))
     return run
 
 
@@ -166,25 +167,14 @@ def evaluations(run_dir: Path, until: float | None = None) -> list[Path]:
     return [path for path, step in steps if step.isdigit() and (until is None or int(step) <= until)]
 
 
-def objects(path: Path, remarks: list[str]) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects of a file with one per line, of all parts; adds a remark on skipped lines."""
-    broken = 0
-    for line in _lines(path):
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):  # no JSON, or nested too deeply
-            broken += bool(line.strip())
-            continue
-        if isinstance(value, dict):
-            yield value
-    if broken:
-        remarks.append(not_json(path, broken))
-
-
-def _lines(path: Path) -> Iterator[str]:
+def objects(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the JSON objects of a file with one per line, of all parts; skips other lines."""
     for part in parts(path):
         with part.open(encoding="utf-8", errors="replace") as lines:
-            yield from lines
+            for line in lines:
+                with contextlib.suppress(ValueError, RecursionError):  # no JSON, or nested too deeply
+                    if isinstance(value := json.loads(line), dict):
+                        yield value
 
 
 def not_json(path: Path, count: int) -> str:

@@ -198,7 +198,7 @@ Key = tuple[str, str, str]
 def _by_problem(path: Path) -> dict[Key, Record]:
     """The first episode of each (held-out set, mode, task)."""
     found: dict[Key, Record] = {}
-    for one in objects(path, []):
+    for one in objects(path):
         key = (str(one.get("eval_set", "")), str(one.get("mode", "")), str(one.get("task_id", "")))
         found.setdefault(key, one)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -13,17 +14,18 @@ import pytest
 from tests.unit.viewer.service_run import write_service_run
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.state import LedgerState
-from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import MOST_NAMES, OTHER, ClientRecords
 from tidegate.viewer.clients.running_mean import RunningMean
-from tidegate.viewer.clients.service import (
+from tidegate.viewer.dashboard.run import FollowedRun
+from tidegate.viewer.dashboard.service import (
     ends_by_key,
     feedback_rows,
+    publish_waits_since,
     reward_chart,
+    service,
     version_rows,
+    versions_of,
 )
-from tidegate.viewer.dashboard.run import FollowedRun
-from tidegate.viewer.dashboard.service import service
 from tidegate.viewer.ledger import apply_entries
 
 
@@ -158,41 +160,42 @@ def run_line(event: str, version: int, step: int, seq: int, **more: Any) -> Any:
 
 
 def test_versions_have_their_rewards_and_the_results_of_their_tests() -> None:
-    history = VersionHistory()
+    ledger = LedgerState()
     figures = {"reward": 0.4, "live_reward": 0.8, "episodes": 30, "live_episodes": 50}
     lines = [
         run_line("started", 1, 0, 0), run_line("publishing", 2, 1, 1),
         run_line("publishing", 3, 2, 2, candidate=True),
         run_line("rolled_back", 3, 2, 3, to=2, why="worse", **figures),
     ]  # fmt: skip
-    assert list(history.read(lines)) == lines
+    apply_entries(ledger, lines)
     rewards = {1: mean_of(1.0, 0.0), 3: mean_of(0.0)}
-    newest, live, first = version_rows(history.versions(), rewards)
+    newest, live, first = version_rows(versions_of(ledger), rewards)
     assert (newest["version"], newest["state"], newest["why"]) == (3, "rolled back", "worse")
     assert (newest["reward"], newest["live_reward"], newest["rewards"]["high"]) == (
         0.4, 0.8, pytest.approx(0.793451, abs=1e-6),
     )  # fmt: skip
     assert (live["state"], live["rewards"]["count"], first["rewards"]["mean"]) == ("live", 0, 0.5)
-    chart = reward_chart(history.versions(), rewards)
+    chart = reward_chart(versions_of(ledger), rewards)
     assert chart is not None
     assert '"points":[[0.0,0.5],[2.0,0.0]]' in chart.data
 
 
 def test_a_publish_waits_between_a_step_and_its_publish() -> None:
     trainer = {"max_stale_share": 0.1, "publish_interval": 2, "steps": 5}
-    history = VersionHistory()
+    ledger, seq = LedgerState(), itertools.count()
 
     def after(*lines: Any) -> float | None:
-        list(history.read(lines))
-        return history.publish_waits_since(trainer)
+        apply_entries(ledger, ({**line, "seq": next(seq)} for line in lines))
+        return publish_waits_since(ledger, trainer)
 
     def stepped(step: int, at: float) -> Any:
-        return {**entry("group", "ended", id="a", state="stepped", step=step), "time": at}
+        apply_entries(ledger, [entry("group", "issued", id=f"a{at}", task="t")])
+        return {**entry("group", "ended", id=f"a{at}", state="stepped", step=step), "time": at}
 
     assert after(run_line("started", 1, 0, 0)) is None
     assert after(stepped(1, 7.0)) is None, "this step is not published"
     assert after(stepped(2, 8.0), stepped(2, 9.0)) == 9.0
-    assert history.publish_waits_since({}) is None, "no publish may wait"
+    assert publish_waits_since(ledger, {}) is None, "no publish may wait"
     assert after(run_line("publishing", 2, 2, 9)) is None
     assert after(stepped(5, 10.0)) == 10.0, "the last step always is"
     assert after(run_line("ended", 2, 5, 11)) is None

@@ -21,7 +21,7 @@ import pytest
 from tests.unit.viewer.test_charts_by_keyboard import PAGE
 from tests.unit.viewer.viewer_run import text_of, write_run
 from tidegate.errors import ConfigError
-from tidegate.viewer.chart import MOST_POINTS, Series, lines, stacked, thinned, ticks
+from tidegate.viewer.chart import MOST_POINTS, Series, lines, thinned, ticks
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.ledger import LedgerCounts, newest_checkpoint
 from tidegate.viewer.report import write_report
@@ -438,8 +438,8 @@ def test_charts_of_little_data() -> None:
     assert lines("x", [Series("a", [])]) is None
     assert lines("x", [Series("a", [(1, 2)])]) is None
     assert lines("x", [Series("a", [(1, 2)], form="dots")]) is not None
-    assert stacked("x", [Series("a", [(0, 0), (1, 0)])]) is None
-    pile = stacked("x", [Series("a", [(0, 1), (1, 1)]), Series("b", [(0, 0), (1, 2)])])
+    assert lines("x", [Series("a", [(0, 0), (1, 0)])], stacked=True) is None
+    pile = lines("x", [Series("a", [(0, 1), (1, 1)]), Series("b", [(0, 0), (1, 2)])], stacked=True)
     assert pile is not None
     assert [form for _, _, form in pile.legend] == ["area", "area"]
 

@@ -84,6 +84,8 @@ class LedgerState:
     roll_backs: list[LedgerEntry] = field(default_factory=list)
     """The roll-backs of the policy that no resume has undone."""
     _: KW_ONLY
+    version_lines: list[LedgerEntry] = field(default_factory=list)
+    """All entries about versions, for `version_records`."""
     erased: set[str] = field(default_factory=set)
     """Groups whose clients had their texts and tokens deleted."""
     _members: dict[str, list[str]] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class LedgerState:
             self.erased.add(line["group"])
         if event in ("started", "publishing"):
             self.publishes.append(line)
+        if event in ("started", "publishing", "promoted", "rolled_back", "ended"):
+            self.version_lines.append(line)
         if event in ("started", "ended"):
             self.end = line if event == "ended" else None
 

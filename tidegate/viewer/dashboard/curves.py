@@ -62,7 +62,7 @@ def curves(runs: Sequence[FollowedRun], keys: Sequence[str], axis: Axis) -> dict
     for run in runs:
         with run.lock:
             run.refresh()
-            files.append((run.curves(), _starts(run)))
+            files.append((run.files, _starts(run)))
     places = [_places(one, axis, starts) for one, starts in files]
     return {
         "axis": AXES[axis],

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +15,12 @@ from fastapi import Query
 from tidegate.service.directory_lock import in_use
 from tidegate.trainer.ledger.jsonl import parts
 from tidegate.trainer.ledger.state import LedgerState
-from tidegate.viewer.clients.history import VersionHistory
 from tidegate.viewer.clients.records import ClientRecords
-from tidegate.viewer.clients.service import ServiceData, read_test
 from tidegate.viewer.dashboard.records import EpisodeSummary, Records
 from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.dashboard.tokens import Texts
 from tidegate.viewer.ledger import LedgerCounts, apply_entries, committed, count
-from tidegate.viewer.run_files import Row, RunFiles, enter_row, not_json, read_settings, run_directory
+from tidegate.viewer.run_files import RunFiles, enter_row, not_json, read_settings, run_directory
 from tidegate.viewer.signs.watch import SignWatch
 
 Number = Annotated[int, Query(ge=0, lt=2**53)]
@@ -66,9 +64,7 @@ class FollowedRun:
         self.records = Records(run_dir)
         self.ledger = LedgerState()
         self.clients = ClientRecords()
-        self.history = VersionHistory()
         self.signs = SignWatch()
-        self._coarse = Downsampled()
         self._metrics_tail = Tail(run_dir / "metrics.jsonl")
         self._ledger_tail = Tail(run_dir / "ledger.jsonl")
         self._clients_tail = Tail(run_dir / "clients.jsonl")
@@ -124,19 +120,14 @@ class FollowedRun:
     def _read_ledger(self) -> None:
         if self._ledger_tail.restarted():
             self._restarts += 1
-            self.ledger, self.history = LedgerState(), VersionHistory()
-        apply_entries(self.ledger, self.history.read(self._ledger_tail.objects()))
+            self.ledger = LedgerState()
+        apply_entries(self.ledger, self._ledger_tail.objects())
 
     def _read_clients(self) -> None:
         if self._clients_tail.restarted():
             self._restarts += 1
             self.clients = ClientRecords()
         self.clients.read(self._clients_tail.objects())
-
-    def service(self) -> ServiceData:
-        """Returns the records of clients so far."""
-        test = read_test(self.dir)
-        return ServiceData(self.files, self.ledger, self.committed, self.clients, self.history, test)
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """Returns the result of `make`, cached under `name` until a file changes."""
@@ -157,10 +148,6 @@ class FollowedRun:
             return None
         counts: LedgerCounts = self.cached("counts", lambda: count(self.ledger, self.committed))
         return counts
-
-    def curves(self) -> RunFiles:
-        """Returns the run for its charts, with fewer rows if it is very long."""
-        return self._coarse.of(self.files)
 
     def remarks(self) -> list[str]:
         """Returns remarks on unreadable content."""
@@ -225,53 +212,3 @@ def list_runs(parent: Path) -> list[Path]:
     """Returns the run directories in `parent`, the most recently written first."""
     runs = [path for path in parent.iterdir() if (path / "metrics.jsonl").exists()] if parent.is_dir() else []
     return sorted(runs, key=lambda path: -(path / "metrics.jsonl").stat().st_mtime)
-
-
-MOST_ROWS = 3000
-"""Ten times what a chart shows."""
-
-LAST = ("step", "time", "version", "episodes", "tokens/sampled_total")
-"""Counted since the start of the run, like `groups/…` and `attempts/…`: their newest value stands."""
-
-
-class Downsampled:
-    """Rows in runs of equal length, each made one; what was made of whole runs is kept while a run grows."""
-
-    def __init__(self) -> None:
-        self._size = 1
-        self._sealed: list[Row] = []
-        self._ends: Row | None = None
-        """The last row of the last sealed run: where it is another one, the run went back."""
-
-    def of(self, files: RunFiles) -> RunFiles:
-        """The same run with at most about MOST_ROWS rows; the very first row always stands by itself."""
-        if len(files.rows) <= MOST_ROWS:
-            return files
-        first, rows = files.rows[0], files.rows[1:]
-        size = 1
-        while len(rows) > size * MOST_ROWS:
-            size *= 2
-        done = len(self._sealed) * self._size
-        if size != self._size or done > len(rows) or (done and rows[done - 1] is not self._ends):
-            self._size, self._sealed, done = size, [], 0
-        # The newest row may still be added to, as an evaluation's scores are: its run is not sealed.
-        while done + size < len(rows):
-            self._sealed.append(one_of(rows[done : done + size]))
-            done += size
-            self._ends = rows[done - 1]
-        return replace(files, rows=[first, *self._sealed, one_of(rows[done:])])
-
-
-def one_of(rows: Sequence[Row]) -> Row:
-    """The mean of each metric over the rows that have it; the newest value of what is counted from the start
-    and of scores, the largest of what is a maximum."""
-    found: Row = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        values = [row[key] for row in rows if key in row]
-        if key in LAST or key.startswith(("groups/", "attempts/", "eval/")):
-            found[key] = values[-1]
-        elif key.endswith("/max"):
-            found[key] = max(values)
-        else:
-            found[key] = sum(values) / len(values)
-    return found

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 
 from tidegate.viewer.dashboard import curves, episode
-from tidegate.viewer.dashboard.processes.load import processes
-from tidegate.viewer.dashboard.processes.logs import log_tail
+from tidegate.viewer.dashboard.processes import log_tail, processes
 from tidegate.viewer.dashboard.records import (
     IN_PARTS,
     EpisodeSummary,
@@ -102,7 +101,6 @@ def overview(run: FollowedRun) -> Wire:
 def overview_of(run: FollowedRun, *, progress: bool) -> Wire:
     """Returns the run at a glance; with `progress`, a remark on steps that are not taken yet."""
     files, counts = run.files, run.counts()
-    curves = run.curves()
     bound = staleness_bound(files.settings.get("trainer", {}))
     return {
         "opening": STARTING if run.status() == "starting" else opening(files),
@@ -111,9 +109,9 @@ def overview_of(run: FollowedRun, *, progress: bool) -> Wire:
         "past_signs": [held.to_wire() for held in run.signs.past[-MOST_PAST_SIGNS:]],
         "scores": scores(files),
         "tiles": list(tiles(files, counts)),
-        "reward": reward_chart(curves),
-        "charts": main_charts(curves, bound),
-        "health": health_charts(curves),
+        "reward": reward_chart(files),
+        "charts": main_charts(files, bound),
+        "health": health_charts(files),
         "books": None
         if counts is None
         else {

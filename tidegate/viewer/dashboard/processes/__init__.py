@@ -1,1 +1,0 @@
-"""The processes of a run: their load over time, and the ends of their logs."""
