@@ -46,6 +46,7 @@ class LossSettings(SettingsSection):
     """Settings that a loss has beside its name."""
 
     name: str
+    """Name of the loss (docs/losses.md)."""
     advantage_scale: ClassVar[str] = "group"
     """The loss's default for `trainer.advantage_scale`."""
     several_steps: ClassVar[bool] = False
@@ -77,7 +78,6 @@ class LossSettings(SettingsSection):
 
 class TruncatedISLoss(LossSettings):
     name: Literal["truncated_is"] = "truncated_is"
-    """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
     level: Level = "token"
     score_centering: Centering = 0
@@ -85,7 +85,6 @@ class TruncatedISLoss(LossSettings):
 
 class MaskedISLoss(LossSettings):
     name: Literal["masked_is"] = "masked_is"
-    """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
     level: Level = "token"
     score_centering: Centering = 0
@@ -93,7 +92,6 @@ class MaskedISLoss(LossSettings):
 
 class CISPOLoss(LossSettings):
     name: Literal["cispo"] = "cispo"
-    """Name of the loss (docs/losses.md)."""
     clip_low: Low = 1.0
     clip_high: High = 4.0
     score_centering: Centering = 0
@@ -102,7 +100,6 @@ class CISPOLoss(LossSettings):
 class GRPOLoss(LossSettings):
     clips_by_sign: ClassVar[bool] = True
     name: Literal["grpo"] = "grpo"
-    """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
     clip_high: High = 0.2
     sequence_mask: SequenceMask = None
@@ -113,7 +110,6 @@ class DrGRPOLoss(LossSettings):
     clips_by_sign: ClassVar[bool] = True
     advantage_scale: ClassVar[str] = "none"
     name: Literal["dr_grpo"] = "dr_grpo"
-    """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
     clip_high: High = 0.2
     sequence_mask: SequenceMask = None
@@ -125,7 +121,6 @@ class DrGRPOLoss(LossSettings):
 class DAPOLoss(LossSettings):
     clips_by_sign: ClassVar[bool] = True
     name: Literal["dapo"] = "dapo"
-    """Name of the loss (docs/losses.md)."""
     clip_low: Low = 0.2
     clip_high: High = 0.28
     dual_clip: Annotated[float, Field(gt=1)] = 10.0
@@ -136,7 +131,6 @@ class DAPOLoss(LossSettings):
 
 class GSPOLoss(LossSettings):
     name: Literal["gspo"] = "gspo"
-    """Name of the loss (docs/losses.md)."""
     clip_low: Low = 3e-4
     clip_high: High = 4e-4
 
@@ -144,7 +138,6 @@ class GSPOLoss(LossSettings):
 class DecoupledPPOLoss(LossSettings):
     several_steps: ClassVar[bool] = True
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """Name of the loss (docs/losses.md)."""
     importance_cap: Cap = 2.0
     """Cap C on π_old/μ."""
     clip_low: Low = 0.2
@@ -154,7 +147,6 @@ class DecoupledPPOLoss(LossSettings):
 class DPPOLoss(LossSettings):
     clips_by_sign: ClassVar[bool] = True
     name: Literal["dppo"] = "dppo"
-    """Name of the loss (docs/losses.md)."""
     divergence: Literal["tv", "kl"] = "kl"
     """Divergence of π from μ at each token: total variation or KL, of the token against all others."""
     threshold: Annotated[float, Field(gt=0)] | None = None
@@ -165,7 +157,6 @@ class DPPOLoss(LossSettings):
 
 class CustomLoss(LossSettings):
     name: Literal["custom"] = "custom"
-    """Name of the loss (docs/losses.md)."""
     use: str
     """A function of your own that returns a `Loss`, as `file.py:function` (docs/losses.md)."""
     options: dict[str, Any] = {}

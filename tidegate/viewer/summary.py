@@ -48,9 +48,10 @@ def problems(before: float | None, after: float | None) -> str:
 def final_summary(out: SafeConsole, result: Mapping[str, object], run_dir: Path | None) -> None:
     """Prints how a run ended; reads the run's evaluations for the episodes."""
     parts: list[RenderableType] = [Text(""), _headline(result), Text(""), _scores(result), Text("")]
-    if run_dir is not None:
-        parts += [*_signs(run_dir), *_episodes(run_dir)]
-    out.show(Group(*parts))
+    if run_dir is None:
+        out.show(Group(*parts))
+        return
+    out.show(Group(*parts, *_signs(run_dir), *_episodes(run_dir)))
     out.show(Text("Next steps", f"bold {ACCENT}"))
     for purpose, command in next_steps(result, run_dir):
         if command.startswith("tidegate "):
@@ -106,9 +107,9 @@ def _episodes(run_dir: Path) -> list[RenderableType]:
     return parts
 
 
-def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple[str, str]]:
+def next_steps(result: Mapping[str, object], run_dir: Path) -> list[tuple[str, str]]:
     """Returns (purpose, command or path) pairs."""
-    if result.get("status") == "failed" and run_dir is not None:
+    if result.get("status") == "failed":
         return _after_failure(result, run_dir)
     steps = []
     if result.get("report"):
@@ -116,10 +117,8 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     steps += _continue(result)
     if result.get("checkpoint"):
         steps += _serving("serve the checkpoint", Path(str(result["checkpoint"])), run_dir)
-    if run_dir is not None and (best := run_dir / "checkpoints" / "best").exists():
+    if (best := run_dir / "checkpoints" / "best").exists():
         steps += _serving("serve the best policy so far", best, run_dir)
-    if run_dir is None:
-        return steps
     here = shlex.quote(str(run_dir))
     if (run_dir / "metrics.jsonl").exists():
         steps.append(("view the run in the browser", f"tidegate view {here}"))
@@ -128,7 +127,7 @@ def next_steps(result: Mapping[str, object], run_dir: Path | None) -> list[tuple
     return [*steps, _another_run(run_dir)]
 
 
-def _serving(purpose: str, directory: Path, run_dir: Path | None) -> list[tuple[str, str]]:
+def _serving(purpose: str, directory: Path, run_dir: Path) -> list[tuple[str, str]]:
     """Returns the command that serves a checkpoint, or of several policies that of each."""
     policies = [] if (directory / "config.json").exists() else sorted(directory.glob("*/config.json"))
     if not policies:
@@ -136,9 +135,9 @@ def _serving(purpose: str, directory: Path, run_dir: Path | None) -> list[tuple[
     return [(f"{purpose}: {one.parent.name}", _serve(str(one.parent), run_dir)) for one in policies]
 
 
-def _serve(model: str, run_dir: Path | None) -> str:
+def _serve(model: str, run_dir: Path) -> str:
     """Returns the command that serves a checkpoint: here, or from the service that has its weights."""
-    trainer = {} if run_dir is None else read_settings(run_dir, []).get("trainer", {})
+    trainer = read_settings(run_dir, []).get("trainer", {})
     command, path = trainer.get("backend", "own"), f"--model.path {shlex.quote(model)}"
     if command == "own":
         return f"tidegate engine {path}"

@@ -92,8 +92,7 @@ def finals(compared: ComparedRuns, key: Keys) -> dict[str, Any]:
     for run in compared.runs:
         with run.lock:
             run.refresh()
-            counts = run.counts()
-            files.append((run.files, [] if counts is None else counts.starts))
+            files.append((run.files, run.starts()))
     return {
         "window": WINDOW,
         "steps": [one.last("step") for one, _ in files],

@@ -62,7 +62,7 @@ def curves(runs: Sequence[FollowedRun], keys: Sequence[str], axis: Axis) -> dict
     for run in runs:
         with run.lock:
             run.refresh()
-            files.append((run.files, _starts(run)))
+            files.append((run.files, run.starts()))
     places = [_places(one, axis, starts) for one, starts in files]
     return {
         "axis": AXES[axis],
@@ -75,11 +75,6 @@ def curves(runs: Sequence[FollowedRun], keys: Sequence[str], axis: Axis) -> dict
             for key in keys
         ],
     }
-
-
-def _starts(run: FollowedRun) -> list[float]:
-    counts = run.counts()
-    return [] if counts is None else counts.starts
 
 
 def _places(files: RunFiles, axis: Axis, starts: Sequence[float]) -> list[Point]:

@@ -149,6 +149,11 @@ class FollowedRun:
         counts: LedgerCounts = self.cached("counts", lambda: count(self.ledger, self.committed))
         return counts
 
+    def starts(self) -> list[float]:
+        """Returns the Unix times of the run's start and of each resumption, as far as its ledger has them."""
+        counts = self.counts()
+        return [] if counts is None else counts.starts
+
     def remarks(self) -> list[str]:
         """Returns remarks on unreadable content."""
         remarks = list(self.files.remarks)

@@ -46,9 +46,12 @@ export function fitted(box, draw) {
     width = now;
     const old = box.querySelector(":scope > svg");
     const svg = draw(width);
+    const focused = old !== null && old === document.activeElement;
     if (old) old.replaceWith(svg);
     else box.append(svg);
+    if (focused) svg.focus({ preventScroll: true });
   };
+  fit();
   new ResizeObserver(fit).observe(box);
   return box;
 }
@@ -223,19 +226,5 @@ function told(figure, spec, { x, across }, svg, cursor, place) {
 export function plot(figure) {
   const spec = JSON.parse(figure.dataset.chart);
   figure.append(Object.assign(document.createElement("div"), { className: "tip", hidden: true, role: "status" }));
-  let width = 0;
-  const fit = () => {
-    const style = getComputedStyle(figure);
-    const now = Math.floor(figure.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight));
-    if (!(now >= 80) || now === width) return; // NaN before the figure is in the page
-    width = now;
-    const old = figure.querySelector(":scope > svg");
-    const svg = drawn(figure, spec, width);
-    const focused = old !== null && old === document.activeElement;
-    if (old) old.replaceWith(svg);
-    else figure.append(svg);
-    if (focused) svg.focus({ preventScroll: true });
-  };
-  fit();
-  new ResizeObserver(fit).observe(figure);
+  fitted(figure, (width) => drawn(figure, spec, width));
 }

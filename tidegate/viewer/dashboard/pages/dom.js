@@ -106,6 +106,17 @@ export const stateTag = (state) => tag(state, TONES[state] ?? "quiet");
 
 export const rewardTone = (reward) => (reward === null ? "quiet" : reward > 0 ? "good" : "bad");
 
+// A bar that is filled by a share from 0 to 1.
+export const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(Math.max(0, Math.min(1, share ?? 0)), 1) } }));
+
+// The page of an episode in a list.
+export function episodeLink({ kind, step, line, group }) {
+  if (kind === "failed") return link(["failures", "episode", line]);
+  if (kind === "stale") return link(["stale", "group", group, "episode", line]);
+  if (kind === "eval") return link(["eval", step, "episode", line]);
+  return link(group ? ["step", step, "group", group, "episode", line] : ["step", step, "episode", line]);
+}
+
 // One small bar an episode, as high as its reward is between the least and the most.
 export function rewardBars(members, low = 0, high = 1) {
   const rewards = members.map((one) => one.reward).filter((one) => one !== null);

@@ -1,10 +1,9 @@
 // The run at a glance; what failed; its settings.
 import { figure } from "./charts.js";
-import { ask, embedded, h, link, more, number, percent, plural, rewardTone, stateTag, tag, whole } from "./dom.js";
+import { ask, bar, embedded, h, link, more, number, plural, rewardTone, stateTag, tag, whole } from "./dom.js";
 import { episodePage, labelled, message } from "./episodes.js";
 import { promptLine } from "./search.js";
 
-const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share, 1) } }));
 const right = (text) => h("td", { class: "number" }, text);
 
 function verdict(scores) {

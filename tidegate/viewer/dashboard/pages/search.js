@@ -1,5 +1,5 @@
 // Search over the episodes of the run; what is searched for stands in the address.
-import { ask, h, link, more, place, plural, rewardTone, brief, stateTag, tag, whole } from "./dom.js";
+import { ask, episodeLink, h, link, more, place, plural, rewardTone, brief, stateTag, tag, whole } from "./dom.js";
 
 const KINDS = { step: "training", eval: "evaluations", failed: "failed attempts", stale: "stale groups" };
 const OUTCOMES = ["completed", "truncated", "agent_error", "infra_error", "reward_error", "timeout", "cancelled", "unrewarded"];
@@ -10,20 +10,12 @@ const FIELDS = ["kind", "outcome", "state", "low", "high", "task", "text"];
 // The prompt of a task, cut at one line; empty if it is not recorded.
 export const promptLine = (text) => (text ? h("span", { class: "prompt", title: text }, text) : null);
 
-function hrefOf(one) {
-  const { kind } = one;
-  if (kind === "failed") return link(["failures", "episode", one.line]);
-  if (kind === "stale") return link(["stale", "group", one.group, "episode", one.line]);
-  if (kind === "eval") return link(["eval", one.step, "episode", one.line]);
-  return one.group ? link(["step", one.step, "group", one.group, "episode", one.line]) : link(["step", one.step, "episode", one.line]);
-}
-
 function row(one) {
   const { kind } = one;
   const slot = one.slot === null ? "" : ` · slot ${one.slot}`;
   const where = { step: `step ${one.step} · ${one.group}${slot}`, eval: `step ${one.step} · ${one.eval_set || "held out"}, ${one.mode}`, failed: one.attempt || `episode ${one.line}`, stale: `before a batch · ${one.group}${slot}` }[kind];
   return h("tr", {},
-    h("th", { scope: "row" }, h("a", { href: hrefOf(one), "data-row": true }, where)),
+    h("th", { scope: "row" }, h("a", { href: episodeLink(one), "data-row": true }, where)),
     h("td", {}, one.reward === null ? tag(one.outcome, "bad") : tag(brief(one.reward), rewardTone(one.reward))),
     h("td", {}, kind === "step" || kind === "stale" ? stateTag(one.state) : null, one.outcome === "truncated" ? tag("truncated", "sand") : null),
     h("td", { class: "number" }, whole(one.turns)), h("td", { class: "number" }, whole(one.tokens)),

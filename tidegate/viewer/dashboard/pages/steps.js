@@ -1,17 +1,15 @@
 // Steps, the groups of a step, the episodes of a group.
-import { ask, brief, crumbs, facts, h, link, moment, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
+import { ask, bar, brief, crumbs, facts, h, link, moment, more, neighbours, number, percent, place, plural, rewardBars, stateTag, whole } from "./dom.js";
 import { episodePage, sideBySide } from "./episodes.js";
 import { stepHistograms } from "./distributions.js";
 import { promptLine } from "./search.js";
-
-const meter = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(Math.max(0, Math.min(1, share ?? 0))) } }));
 
 function stepRow(row, bound) {
   const over = bound !== null && row.staleness_max > bound;
   return h(
     "tr", { "data-step": row.step },
     h("th", { scope: "row" }, h("a", { href: link(["step", row.step]), "data-row": true }, whole(row.step))),
-    h("td", { class: "number" }, number(row.reward)), h("td", {}, meter(row.reward)),
+    h("td", { class: "number" }, number(row.reward)), h("td", {}, bar(row.reward)),
     h("td", { class: "number" }, number(row.eval)),
     h("td", { class: `number${over ? " bad" : ""}` }, `${number(row.staleness, 2)} / ${whole(row.staleness_max)}`),
     h("td", { class: "number" }, percent(row.dropped)),

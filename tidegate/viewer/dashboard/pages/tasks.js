@@ -1,10 +1,9 @@
 // Solve rates: by kind over the run, and of each task.
 import { figure } from "./charts.js";
-import { ask, h, link, more, number, place, plural, percent, stateTag, whole } from "./dom.js";
+import { ask, bar, h, link, more, number, place, plural, stateTag, whole } from "./dom.js";
 
 const SORTS = { hardest: "hardest first", easiest: "easiest first", newest: "newest first", groups: "most groups first" };
 
-const bar = (share) => h("span", { class: "bar", "aria-hidden": "true" }, h("i", { style: { "--share": percent(share ?? 0, 1) } }));
 const interval = (one) => (one.rate === null ? "–" : `${number(one.rate, 2)}`);
 const between = (one) => (one.rate === null ? "" : `${number(one.low, 2)} to ${number(one.high, 2)}`);
 

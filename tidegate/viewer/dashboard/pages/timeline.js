@@ -1,6 +1,6 @@
 // What the trainer, the engines, the agents and the groups did during some steps, and who waited for whom.
 import { figure, fitted, shape, titled } from "./charts.js";
-import { ask, brief, facts, h, link, neighbours, number, place, plural, whole } from "./dom.js";
+import { ask, brief, episodeLink, facts, h, link, neighbours, number, place, plural, whole } from "./dom.js";
 
 const LEFT = 60;
 const RIGHT = 12;
@@ -42,19 +42,12 @@ function packed(episodes) {
   });
 }
 
-function hrefOf(one) {
-  if (one.kind === "failed") return link(["failures", "episode", one.line]);
-  if (one.kind === "stale") return link(["stale", "group", one.group, "episode", one.line]);
-  if (one.kind === "eval") return link(["eval", one.step, "episode", one.line]);
-  return link(["step", one.step, "group", one.group, "episode", one.line]);
-}
-
 function lanes(found, rows, across, top) {
   return rows.filter(({ lane }) => lane < MOST_LANES).map(({ one, lane, start, end }) => {
     const y = top + lane * LANE;
     const bar = (from, to, height, attributes) => shape("rect", { x: across(from), width: Math.max(0.8, across(to) - across(from)), y: y + (LANE - height) / 2, height, ...attributes });
     const told = `${one.group || one.task}, ${one.reward === null ? one.outcome : `reward ${brief(one.reward)}`}, ${one.kind === "step" ? `batch of step ${one.step}` : one.kind === "eval" ? "evaluation" : one.kind}`;
-    return titled(shape("a", { href: hrefOf(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "area t-between" }),
+    return titled(shape("a", { href: episodeLink(one), class: "lane", tabindex: -1 }, bar(start, end, 1.5, { class: "area t-between" }),
       ...one.calls.map(([from, to, version, name, part]) => titled(bar(from, to, 5, { class: `area ${part === "engine" ? toneOf(version) : toneOfCurve(part)}` }), `${name || `version ${version ?? "unknown"}`}, ${seconds(to - from)}; ${told}`))), told);
   });
 }
