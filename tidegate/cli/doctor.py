@@ -7,6 +7,7 @@ import asyncio
 import json
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     logs = str(folder / "logs") if kept else None
     if arguments.json:
-        wire = [finding.to_wire() for finding in findings]
+        wire = [asdict(finding) for finding in findings]
         print(json.dumps({"ok": not faulty, "logs": logs, "findings": wire}))
     else:
         print(_summary(findings, logs))

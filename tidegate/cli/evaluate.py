@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 def _gold(arguments: argparse.Namespace, settings: Settings) -> int:
     from tidegate.envs.base import load_environment
-    from tidegate.evaluation.gold import grade_gold
-    from tidegate.evaluation.report import gold_lines, gold_results
+    from tidegate.evaluation.gold import gold_lines, gold_results, grade_gold
 
     environment = load_environment(settings.env.use, settings.env.options)
     splits = grade_gold(environment, arguments.threshold)
@@ -124,7 +123,7 @@ def _evaluate(arguments: argparse.Namespace, target: Target | None, settings: Se
     import asyncio
 
     from tidegate.evaluation.evaluate import EvalJob, evaluate, next_directory
-    from tidegate.evaluation.report import result_lines
+    from tidegate.evaluation.results import result_lines
     from tidegate.progress import Progress
     from tidegate.service.directory_lock import refuse_if_in_use
 

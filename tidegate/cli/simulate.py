@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         rows = [
             {"engines": cell.engines, "trainers": cell.trainers, "max_staleness": cell.staleness}
-            | cell.figures.to_wire()
+            | asdict(cell.figures)
             for cell in cells
         ]
         print(json.dumps({"cells": rows}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -25,9 +25,6 @@ class Finding:
     code: str
     text: str
     fix: str = ""
-
-    def to_wire(self) -> dict[str, str]:
-        return asdict(self)
 
 
 Tell = Callable[[Finding], None]

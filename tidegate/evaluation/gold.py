@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from tidegate.types import Message, Scored, Task
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
 EXTRACTOR = "extractor/"
+SHOWN = 5
+"""Misses that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +115,32 @@ async def _score(environment: Environment, task: Task, output: str, messages: Se
         return await score(environment, task, None, output, messages, state)
     finally:
         await environment.teardown(state)
+
+
+def gold_lines(env: str, splits: Sequence[GoldSplit]) -> Iterator[str]:
+    """Yields the lines of the gold answers' results; the last line has the totals."""
+    yield f"{env}: every gold answer graded as if an agent had returned it"
+    for split in splits:
+        yield f"  {split.name:<20}{split.right:>8,} of {split.total:,}"
+    misses = [miss for split in splits for miss in split.misses]
+    for miss in misses[:SHOWN]:
+        yield f"  {miss.task_id}: the answer is {str(miss.answer)[:60]!r}; {miss.why}"
+    if len(misses) > SHOWN:
+        yield f"  and {len(misses) - SHOWN:,} more"
+    yield f"{sum(split.right for split in splits):,} of {sum(split.total for split in splits):,}"
+
+
+def gold_results(env: Mapping[str, Any], splits: Sequence[GoldSplit]) -> dict[str, Any]:
+    """Returns the gold answers' results for JSON."""
+    return {
+        "env": dict(env),
+        "right": sum(split.right for split in splits),
+        "total": sum(split.total for split in splits),
+        "splits": [{"name": split.name, "right": split.right, "total": split.total} for split in splits],
+        "extractors": dict(sum((split.extractors for split in splits), Counter[str]())),
+        "misses": [
+            {"task_id": miss.task_id, "answer": miss.answer, "why": miss.why}
+            for split in splits
+            for miss in split.misses
+        ],
+    }

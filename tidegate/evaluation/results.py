@@ -1,4 +1,4 @@
-"""Aggregates the episodes of an evaluation.
+"""Aggregates the episodes of an evaluation, and formats the results as text.
 
 Failed episodes have no reward and are not included in means; their number is reported separately, and
 `reward_if_failures_were_0` is the mean that would result if each were worth 0.
@@ -7,7 +7,7 @@ Failed episodes have no reward and are not included in means; their number is re
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
@@ -99,3 +99,37 @@ def _grouped(pairs: Iterable[tuple[str, float | None]]) -> dict[str, list[float]
 def _means(pairs: Iterable[tuple[str, float | None]]) -> dict[str, float]:
     """Returns the mean of each key's values, over the episodes that have it."""
     return {key: fmean(values) for key, values in sorted(_grouped(pairs).items())}
+
+
+def result_lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of an evaluation's `results.json`."""
+    sampling = results["sampling"]
+    how = f"temperature {sampling['temperature']:g}" if sampling else "the agent's own sampling"
+    samples = results["samples"]
+    times = "one sample" if samples == 1 else f"{samples} samples"
+    yield f"{results['target']}: {results['env']['use']} × {results['agent']['use']}, {times} a task, {how}"
+    if results["status"] != "completed":
+        yield f"{results['status']}: these are the episodes until then"
+    for name, summary in results["sets"].items():
+        failed = f", {summary['failed']:,} failed" if summary["failed"] else ""
+        yield f"  {name}: {summary['tasks']:,} tasks, {summary['episodes']:,} episodes{failed}"
+        yield from _numbers(summary)
+    for reason, number in results["failures"].items():
+        yield f"  failed {number:,}×: {reason}"
+
+
+def _numbers(summary: Mapping[str, Any]) -> Iterator[str]:
+    if "reward" in summary:
+        yield _format("reward", summary["reward"])
+    if "reward_if_failures_were_0" in summary:
+        yield f"    {'reward if failures were 0':<26}{summary['reward_if_failures_were_0']:.4f}"
+    for k, found in summary.get("pass", {}).items():
+        yield _format(f"pass@{k}", found)
+    for key in ("reward_by_env", "metrics"):
+        for name, value in summary.get(key, {}).items():
+            yield f"    {name:<26}{value:.4f}"
+
+
+def _format(name: str, estimate: Mapping[str, Any]) -> str:
+    interval = f"{estimate['level']:.0%} [{estimate['low']:.4f}, {estimate['high']:.4f}]"
+    return f"    {name:<26}{estimate['mean']:.4f}   {interval}  {estimate['method']}"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
 
 from tidegate.errors import TidegateError
 from tidegate.simulation.engines import Clock, Pool
@@ -42,9 +41,6 @@ class Figures:
     lost: dict[str, float]
     """Shares of the sampled tokens that were not trained on, by cause."""
     engines_lost: int
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 TOTALS = ("sampled", "trained", "waited_s", "prompt", "turns", "sessions", "groups")
