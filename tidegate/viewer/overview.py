@@ -82,8 +82,8 @@ def banners(
             f"This run has taken {int(done)} of {planned} steps: it is running, or was killed. "
             "This report shows the steps so far."
         )
-    resumed = max(len(run.redone), len(counts.starts) - 1 if counts is not None else 0)
-    if resumed:
+    resumed = 0 if counts is None else len(counts.starts) - 1
+    if resumed > 0:
         times = "once" if resumed == 1 else f"{resumed} times"
         yield f"The run was resumed {times}. The curves omit discarded steps."
     for remark in remarks:

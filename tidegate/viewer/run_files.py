@@ -25,14 +25,13 @@ Row = dict[str, float]
 class RunFiles:
     """Contents of a run's files so far.
 
-    `rows` are the metrics by step; if a resumed run repeated a step, the newer row counts. `redone` are
-    the steps to which a resumed run went back. `remarks` describe unreadable content.
+    `rows` are the metrics by step; if a resumed run repeated a step, the newer row counts. `remarks` describe
+    unreadable content.
     """
 
     dir: Path
     settings: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    redone: list[int] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     def series(self, key: str) -> list[tuple[float, float]]:
@@ -77,13 +76,12 @@ class RunFiles:
     def seconds_by_step(self, starts: Sequence[float] = ()) -> list[tuple[float, float]]:
         """Returns (step, seconds since the first row), without the pauses before resumptions.
 
-        A row after a resumption (at one of `starts`, or a step of `redone`) counts with its step time.
+        A row after a resumption (at one of `starts`) counts with its step time.
         """
         rows = [row for row in self.rows if "time" in row]
         places = [(row["step"], 0.0) for row in rows[:1]]
         for before, after in pairwise(rows):
-            resumed = after["step"] in self.redone
-            resumed = resumed or any(before["time"] < start < after["time"] for start in starts)
+            resumed = any(before["time"] < start < after["time"] for start in starts)
             took = after.get("time/step", 0.0) if resumed else after["time"] - before["time"]
             places.append((after["step"], places[-1][1] + took))
         return places
@@ -122,7 +120,7 @@ def read_run(run_dir: Path) -> RunFiles:
     run.settings = read_settings(run_dir, run.remarks)
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        run.rows, run.redone = lineage(objects(metrics))
+        run.rows = lineage(objects(metrics))
     return run
 
 
@@ -182,26 +180,24 @@ def not_json(path: Path, count: int) -> str:
     return f"{lines} not valid JSON (truncated?) and skipped"
 
 
-def lineage(raw: Iterator[dict[str, Any]]) -> tuple[list[Row], list[int]]:
-    """Returns one row per step, ascending, and the steps to which a resumed run went back.
+def lineage(raw: Iterator[dict[str, Any]]) -> list[Row]:
+    """Returns one row per step, ascending.
 
     A row of an earlier step than its predecessor means that the run was resumed there; the later rows
     are dropped. Two rows of one step (its update and its evaluation) are merged.
     """
     rows: list[Row] = []
-    redone: list[int] = []
     for line in raw:
-        enter_row(rows, redone, line)
-    return rows, redone
+        enter_row(rows, line)
+    return rows
 
 
-def enter_row(rows: list[Row], redone: list[int], line: Mapping[str, Any]) -> None:
+def enter_row(rows: list[Row], line: Mapping[str, Any]) -> None:
     """Adds a line of metrics to the rows; ignores a line without a step."""
     row = {key: value for key, value in ((key, known(line[key])) for key in line) if value is not None}
     if "step" not in row:
         return
     if rows and row["step"] < rows[-1]["step"]:
-        redone.append(int(row["step"]))
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
     if rows and rows[-1]["step"] == row["step"]:

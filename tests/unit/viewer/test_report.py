@@ -21,6 +21,7 @@ import pytest
 from tests.unit.viewer.test_charts_by_keyboard import PAGE
 from tests.unit.viewer.viewer_run import text_of, write_run
 from tidegate.errors import ConfigError
+from tidegate.trainer.ledger.entries import entry
 from tidegate.viewer.chart import MOST_POINTS, Series, lines, thinned, ticks
 from tidegate.viewer.dashboard.run import FollowedRun
 from tidegate.viewer.ledger import LedgerCounts, newest_checkpoint
@@ -293,6 +294,11 @@ def test_a_resumed_run_shows_the_steps_that_count(tmp_path: Path) -> None:
     again = [{**row, "reward/mean": 0.125, "time": row["time"] + 7200} for row in rows[21:]]
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in again)
+    starts = [rows[0]["time"] - 1, rows[20]["time"] + 7000]
+    with (run_dir / "ledger.jsonl").open("w") as file:
+        for version, at in enumerate(starts):
+            start = entry("run", "started", epoch=version + 1, step=20 * version, version=version)
+            file.write(json.dumps({**start, "seq": version, "time": at}) + "\n")
     page = report(run_dir)
     batches = page.charts()["Reward"]["series"][0]["points"]
     assert [x for x, _ in batches] == list(range(1, 31))
@@ -350,7 +356,7 @@ def test_rows_of_one_step_become_one() -> None:
         {"loss": 3},
         {"step": 2, "loss": float("inf")},
     ]
-    assert lineage(iter(raw)) == ([{"step": 1.0, "loss": 1.0, "eval/reward": 0.5}, {"step": 2.0}], [])
+    assert lineage(iter(raw)) == [{"step": 1.0, "loss": 1.0, "eval/reward": 0.5}, {"step": 2.0}]
 
 
 def counts_of(run_dir: Path) -> LedgerCounts | None:

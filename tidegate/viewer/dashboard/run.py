@@ -111,10 +111,10 @@ class FollowedRun:
     def _read_metrics(self) -> None:
         if self._metrics_tail.restarted():
             self._restarts += 1
-            self.files.rows, self.files.redone = [], []
+            self.files.rows = []
             self.signs = SignWatch()
         for line in self._metrics_tail.objects():
-            enter_row(self.files.rows, self.files.redone, line)
+            enter_row(self.files.rows, line)
             self.signs.step(line)
 
     def _read_ledger(self) -> None:

@@ -125,7 +125,7 @@ class SignWatch:
 def watch_of_run(run_dir: Path | None) -> SignWatch:
     """Returns the signs of the steps in a run's directory; of none if there is no file of metrics."""
     path = None if run_dir is None else run_dir / "metrics.jsonl"
-    return watch_of(() if path is None or not path.exists() else lineage(objects(path))[0])
+    return watch_of(() if path is None or not path.exists() else lineage(objects(path)))
 
 
 def watch_of(rows: Iterable[Mapping[str, object]]) -> SignWatch:
