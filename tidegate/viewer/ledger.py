@@ -24,16 +24,14 @@ STATES = (*ENDED, State.LIVE)
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
     """Groups and attempts by state, outcomes and reasons of ended attempts, and `staleness` (in versions) of
-    the groups that were trained on. `versions` counts the publishes; `starts` has the Unix times of the run's
-    start and of each resumption. `end` is the entry of the run's end; None while it runs, or if it was
-    killed."""
+    the groups that were trained on. `starts` has the Unix times of the run's start and of each resumption.
+    `end` is the entry of the run's end; None while it runs, or if it was killed."""
 
     groups: Counter[State]
     attempts: Counter[State]
     outcomes: Counter[str]
     reasons: Counter[str]
     staleness: Counter[int]
-    versions: int
     starts: list[float]
     end: LedgerEntry | None
 
@@ -51,14 +49,12 @@ def count(state: LedgerState, committed: int) -> LedgerCounts:
     ended = [attempt for attempt in attempts if attempt.state is not State.LIVE]
     failed = [attempt for attempt in ended if attempt.state is State.FAILED and attempt.why]
     stepped = [group for group in groups if group.state is State.STEPPED and not group.discarded]
-    events = Counter(entry["event"] for entry in state.publishes)
     return LedgerCounts(
         groups=state.counts(state.groups, committed),
         attempts=state.counts(state.attempts, committed),
         outcomes=Counter(printable(attempt.outcome or "none") for attempt in ended),
         reasons=Counter(printable(attempt.why)[:300] for attempt in failed),
         staleness=Counter(group.staleness for group in stepped if group.staleness is not None),
-        versions=events["publishing"],
         starts=[entry.get("time", 0.0) for entry in state.publishes if entry["event"] == "started"],
         end=state.end,
     )
