@@ -36,14 +36,14 @@ import torch
 from common import Check, parser_of, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.demo_search.env import WorldQuestions
+from examples.demo_search.synthetic_world import SyntheticWorld, make_world
 from tidegate.agents.search_tools import tool_definitions
 from tidegate.agents.solver import TOOLS
 from tidegate.config import TrainerSettings
 from tidegate.engine.model.rounding import use_rounding
 from tidegate.envs.arithmetic import Arithmetic
 from tidegate.envs.base import Environment
-from tidegate.envs.search.search_qa import SearchQA
-from tidegate.envs.search.synthetic_world import SyntheticWorld, make_world
 from tidegate.evaluation.stats import student
 from tidegate.settings.losses import BY_NAME, SEVERAL_STEPS
 from tidegate.trainer.batch.batcher import rows_to_train
@@ -130,7 +130,7 @@ def search_demo() -> Demo:
     world = SyntheticWorld(make_world(0, "train").facts + make_world(0, "held_out").facts)
     base = ROOT / "examples" / "search_base" / "model"
     find = partial(evaluate.search_result, world)
-    return Demo(base, SearchQA(), tool_definitions(open=False), find, max_turns=5, max_tokens=40)
+    return Demo(base, WorldQuestions(), tool_definitions(open=False), find, max_turns=5, max_tokens=40)
 
 
 DEMOS = {"arithmetic": arithmetic_demo, "search": search_demo}

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from examples.service.env import CustomerService, ServiceEpisode
 from tidegate.envs.base import Done
-from tidegate.envs.customer_service.customer_service import CustomerService, ServiceEpisode
 from tidegate.envs.tools import ToolError
 from tidegate.types import Message, Scored, Task
 

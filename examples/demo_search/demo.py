@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from examples.demo_search.synthetic_world import documents, make_world
 from tidegate.config import load_settings
-from tidegate.envs.search.synthetic_world import documents, make_world
 from tidegate.errors import TidegateError
 from tidegate.service.service import Service
 

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from examples.bases.episodes import TOOL_CALL, episodes, load, print_episodes
+from examples.demo_search.synthetic_world import Fact, SyntheticWorld, WorldQuestion, make_world
 from examples.search_base.make import TOOLS
-from tidegate.envs.search.synthetic_world import Fact, SyntheticWorld, WorldQuestion, make_world
 
 MAX_TURNS = 5
 MAX_TOKENS = 40

@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.bases import recipe
-from tidegate.envs.names import SYLLABLES, held_out_name
-from tidegate.envs.search.synthetic_world import FACTS, KINDS, QUERIES, Fact, Kind
+from examples.bases.names import SYLLABLES, held_out_name
+from examples.demo_search.synthetic_world import FACTS, KINDS, QUERIES, Fact, Kind
 
 SEED = 17
 BATCH = 32

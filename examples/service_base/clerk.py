@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from tidegate.envs.customer_service.scenario import ALLOWED_STATUS, Kind
+from examples.service.scenario import ALLOWED_STATUS, Kind
 
 Message = dict[str, Any]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from examples.bases.episodes import TOOL_CALL, continuations, load
+from examples.service.env import CustomerService, ServiceEpisode
+from examples.service.scenario import UserScenario
 from examples.service_base.make import MAX_TURNS
 from tidegate.envs.base import Done
-from tidegate.envs.customer_service.customer_service import CustomerService, ServiceEpisode
-from tidegate.envs.customer_service.scenario import UserScenario
 from tidegate.envs.tools import Tool, ToolError
 from tidegate.types import Task
 

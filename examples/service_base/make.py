@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.bases import recipe
+from examples.bases.names import SYLLABLES
+from examples.service.env import RULES, CustomerService
+from examples.service.scenario import make_scenario
 from examples.service_base.clerk import Clerk, Mistakes
 from tidegate.envs.base import Done
-from tidegate.envs.customer_service.customer_service import RULES, CustomerService
-from tidegate.envs.customer_service.scenario import make_scenario
-from tidegate.envs.names import SYLLABLES
 from tidegate.envs.tools import Tool, ToolError
 from tidegate.types import Task
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.bases.episodes import TOOL_CALL, continuations, load, print_episodes
+from examples.shell.env import Shell
 from examples.shell_base.make import TOOLS
 from tidegate.envs.shell.sandboxed import SandboxEpisode
-from tidegate.envs.shell.shell import Shell
 from tidegate.types import Task
 
 MAX_TURNS, MAX_TOKENS = 6, 40

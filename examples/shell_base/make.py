@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.bases import recipe
-from tidegate.envs.shell.tasks import ANSWER, FIRST, SECOND, SUFFIXES, Folder, ShellTask, Step, draw_task
+from examples.shell.file_tasks import ANSWER, FIRST, SECOND, SUFFIXES, Folder, ShellTask, Step, draw_task
 
 SEED = 17
 BATCH = 32

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from examples.shell.env import Shell, drawn
 from tests import REPO
 from tests.clients.support import DEADLINE_S, NODE, call, python, scripted
 from tests.environments import LocalEnvironments
 from tests.sandboxes import needs_bubblewrap
 from tidegate.agents.base import Session
 from tidegate.agents.command import CommandAgent
-from tidegate.envs.shell.shell import Shell, drawn
 from tidegate.types import Outcome, Sampling, Trajectory
 
 pytestmark = [pytest.mark.clients, needs_bubblewrap]

@@ -134,7 +134,7 @@ def test_a_command_lists_the_settings_that_it_reads_and_refuses_others(
 
 
 @pytest.mark.parametrize(
-    "words", [["--env.use", "shell", "--env.workers", "2"], ["--env.workers", "2", "shell"]]
+    "words", [["--env.use", "harbor", "--env.workers", "2"], ["--env.workers", "2", "harbor"]]
 )
 def test_an_environment_to_serve_is_a_word_or_a_setting(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -143,11 +143,11 @@ def test_an_environment_to_serve_is_a_word_or_a_setting(
     monkeypatch.setattr("tidegate.service.process_secrets.shield_process", lambda: None)
     monkeypatch.setattr("tidegate.envs.service.server.serve", lambda given, *_: served.append(given))
     assert main(["env", "serve", *words]) == 0
-    assert (served[0].environment["use"], served[0].workers) == ("shell", 2)
-    code, text = said(capsys, "env", "serve", *[word.replace("shell", "shel") for word in words])
-    assert (code, text.count("\n"), "did you mean 'shell'?" in text) == (2, 1, True), text
-    code, text = said(capsys, "env", "serve", "shell", "gsm8k")
-    assert (code, text) == (2, "tidegate: expected one environment, not shell and gsm8k\n")
+    assert (served[0].environment["use"], served[0].workers) == ("harbor", 2)
+    code, text = said(capsys, "env", "serve", *[word.replace("harbor", "harbr") for word in words])
+    assert (code, text.count("\n"), "did you mean 'harbor'?" in text) == (2, 1, True), text
+    code, text = said(capsys, "env", "serve", "harbor", "gsm8k")
+    assert (code, text) == (2, "tidegate: expected one environment, not harbor and gsm8k\n")
 
 
 @pytest.mark.parametrize(

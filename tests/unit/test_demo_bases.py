@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from examples.bases.names import held_out_name
 from examples.bases.recipe import encode
+from examples.demo_search.env import WorldQuestions
+from examples.demo_search.synthetic_world import KINDS as QUESTIONS
+from examples.demo_search.synthetic_world import make_world
 from examples.search_base import make as search
+from examples.service.env import CustomerService
+from examples.service.scenario import pool
 from examples.service_base import make as service
+from examples.shell.env import Shell
+from examples.shell.file_tasks import FIRST, KINDS, SECOND, draw_task
 from examples.shell_base import make as shell
 from tidegate.agents.search_tools import tool_definitions
-from tidegate.envs.customer_service.customer_service import CustomerService
-from tidegate.envs.customer_service.scenario import pool
-from tidegate.envs.names import held_out_name
-from tidegate.envs.search.search_qa import SearchQA
-from tidegate.envs.search.synthetic_world import KINDS as QUESTIONS
-from tidegate.envs.search.synthetic_world import make_world
-from tidegate.envs.shell.shell import Shell
-from tidegate.envs.shell.tasks import FIRST, KINDS, SECOND, draw_task
 
 TOOLS = [tool.schema() for tool in CustomerService().tools()]
 
@@ -145,7 +145,7 @@ def test_demonstrations_know_nothing_of_held_out_worlds() -> None:
     closed = make_world(0, "held_out").entities()
     assert all(map(held_out_name, closed))
     assert not [name for name in closed if name in text]
-    questions = {task.messages[0]["content"] for task in SearchQA().eval_sets()[""]}
+    questions = {task.messages[0]["content"] for task in WorldQuestions().eval_sets()[""]}
     assert not [question for question in questions if question in text]
 
 

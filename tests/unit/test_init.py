@@ -154,11 +154,13 @@ def test_an_example_brings_the_files_that_it_uses(
     assert main(["init", "shop", "--example", "service"]) == 0
     assert "train examples/service/config.toml" in capsys.readouterr().out
     folders = sorted(one.name for one in (tmp_path / "shop/examples").iterdir() if one.is_dir())
-    assert folders == ["service", "service_base"]
+    assert folders == ["bases", "service", "service_base"]
     monkeypatch.chdir("shop")
     settings = load_settings(Path("examples/service/config.toml"))
     assert (settings.model.path / "model.safetensors").is_file()
     load_agent(settings.agent.use, settings.agent.options)
+    code = f"from tidegate.envs.base import load_environment; load_environment({settings.env.use!r}, {{}})"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ from tidegate.types import Message, Scored, Task, Trajectory
 
 BUILT_IN = {
     "arithmetic": "tidegate.envs.arithmetic:Arithmetic",
-    "customer_service": "tidegate.envs.customer_service.customer_service:CustomerService",
     "dataset": "tidegate.envs.datasets.dataset:Dataset",
     "gsm8k": "tidegate.envs.datasets.gsm8k:GSM8K",
     "harbor": "tidegate.envs.shell.harbor:Harbor",
     "mixture": "tidegate.envs.mixture:Mixture",
     "search_qa": "tidegate.envs.search.search_qa:SearchQA",
-    "shell": "tidegate.envs.shell.shell:Shell",
 }
 
 ADAPTERS = {

@@ -62,7 +62,7 @@ def _only_a_model(folder: Path) -> bool:
 
 
 def _used_by(folder: Path) -> set[str]:
-    """The folders of `examples/` that its settings and programs name."""
+    """The folders of `examples/` that its settings and programs name or import."""
     return {found for file in _programs(folder) for found in _named(file) if (EXAMPLES / found).is_dir()}
 
 
@@ -71,4 +71,4 @@ def _programs(folder: Path) -> Iterator[Path]:
 
 
 def _named(file: Path) -> set[str]:
-    return set(re.findall(r"\bexamples/(\w+)", file.read_text(encoding="utf-8")))
+    return set(re.findall(r"\bexamples[/.](\w+)", file.read_text(encoding="utf-8")))

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from examples.service.agent import desk
+from examples.service.env import CustomerService
 from examples.service_base.clerk import Clerk
 from tests.fakes import staged
 from tests.integration.gateway.test_environments import finished, opened
@@ -19,7 +20,6 @@ from tests.scripted_llm import scripted_llm
 from tests.service_desk import converse
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.chat import ChatAgent
-from tidegate.envs.customer_service.customer_service import CustomerService
 from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.types import Outcome
 
@@ -28,7 +28,8 @@ SHOP = CustomerService()
 
 @contextlib.asynccontextmanager
 async def service(options: dict[str, Any]) -> AsyncIterator[OwnedEnvironments]:
-    environments = OwnedEnvironments(["--env.use=customer_service"], {"options": options})
+    use = "--env.use=examples/service/env.py:CustomerService"
+    environments = OwnedEnvironments([use], {"options": options})
     await environments.start()
     try:
         yield environments

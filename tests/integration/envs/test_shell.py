@@ -1,4 +1,4 @@
-"""The environment `shell` in real sandboxes: solutions, wrong final states, attempts to cheat."""
+"""The environment of the shell demo in real sandboxes: solutions, wrong final states, attempts to cheat."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from examples.shell.env import CHECK, Shell, drawn
+from examples.shell.file_tasks import KINDS, draw_task
 from tests.fakes import staged
 from tests.integration.gateway.test_environments import finished, opened, tool_call_text
 from tests.sandboxes import needs_bubblewrap
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.shell import ShellAgent
 from tidegate.envs.shell.sandboxed import NO_OUTPUT
-from tidegate.envs.shell.shell import CHECK, Shell, drawn
-from tidegate.envs.shell.tasks import KINDS, draw_task
 from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.sandbox import open_sandbox
 from tidegate.types import Outcome, Task
@@ -111,7 +111,8 @@ async def test_the_agents_process_cannot_see_the_expected_files() -> None:
 async def test_an_episode_by_the_gateway(tmp_path: Path) -> None:
     """The agent `shell` sends the model's commands to the sandbox and returns their outputs."""
     task, commands = task_of("move")
-    environments = OwnedEnvironments(["--env.use=shell"], {"options": {"output_chars": 50}})
+    use = "--env.use=examples/shell/env.py:Shell"
+    environments = OwnedEnvironments([use], {"options": {"output_chars": 50}})
     await environments.start()
     try:
         async with staged(make_model_dir(tmp_path / "tiny", "qwen3"), environments=environments) as stage:

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import pytest
 from aiohttp import web
 
+from examples.service.database import Database
+from examples.service.model_user import ModelUser
+from examples.service.scenario import UserScenario
 from tests.http_app import served_app
 from tidegate.agents.refine import Refiner
 from tidegate.envs.adapters.mcp import McpConnection, McpServerError
 from tidegate.envs.adapters.openenv import OpenEnvError, RemoteGame
 from tidegate.envs.base import load_environment
-from tidegate.envs.customer_service.database import Database
-from tidegate.envs.customer_service.model_user import ModelUser
-from tidegate.envs.customer_service.scenario import UserScenario
 from tidegate.envs.judge.judge import RewardJudge
 from tidegate.errors import ConfigError, InfrastructureError, RetrievalUnavailable, RewardUnavailableError
 from tidegate.gateway.environments.base import EpisodeLostError

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from examples.service.database import Database
+from examples.service.env import CustomerService
+from examples.service.scenario import UserScenario, held_out_pair, make_scenario, pool
+from examples.service.scripted_user import INSISTENCE, UNCLEAR, ScriptedUser
 from examples.service_base.clerk import ASK_IDENTITY, DONE, REFUSAL, Clerk, Mistakes
 from tests.scripted_llm import scripted_llm
 from tests.service_desk import converse, says
-from tidegate.envs.base import Done, load_environment
-from tidegate.envs.customer_service.customer_service import CustomerService
-from tidegate.envs.customer_service.database import Database
-from tidegate.envs.customer_service.scenario import UserScenario, held_out_pair, make_scenario, pool
-from tidegate.envs.customer_service.scripted_user import INSISTENCE, UNCLEAR, ScriptedUser
+from tidegate.envs.base import Done
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.types import Task
 
@@ -197,8 +197,7 @@ async def test_a_model_plays_the_user() -> None:
         return {"content": identity if asked == ASK_IDENTITY else "Great, thanks! [END]"}
 
     async with scripted_llm(user) as (url, requests):
-        shop = load_environment("customer_service", {"user": {"url": url, "model": "user"}})
-        assert isinstance(shop, CustomerService)
+        shop = CustomerService(user={"url": url, "model": "user"})
 
         def reply(messages: Sequence[Any]) -> Any:  # the clerk reads the script's wording
             worded = [{**one, "content": str(one["content"]).replace("I'm", "I am")} for one in messages]

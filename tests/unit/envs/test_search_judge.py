@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 
+from tests import REPO
 from tests.scripted_llm import Reply, scripted_llm
 from tidegate.envs.search.judge import Judge
 from tidegate.envs.search.search_qa import SearchQA
 from tidegate.errors import ConfigError, RewardError
 from tidegate.types import Task
 
+DATA = str(REPO / "examples/small_agents/held_out.jsonl")
 TASK = Task("t", "search_qa", [{"role": "user", "content": "Who?"}], ["Barack Obama", "Obama"])
 
 
 async def judged(reply: Callable[[Any], Reply], *said: str, **options: Any) -> tuple[list[Any], list[Any]]:
     """The verdicts (or errors) on some answers at the same time, and the requests."""
     async with scripted_llm(reply) as (url, requests):
-        environment = SearchQA(metric="judge", judge={"url": url, "model": "judge", **options})
+        environment = SearchQA(DATA, DATA, metric="judge", judge={"url": url, "model": "judge", **options})
 
         def score(one: str) -> float:
             return environment.score(TASK, None, f"<answer>{one}</answer>", []).reward
@@ -59,7 +61,7 @@ async def test_the_same_answer_is_judged_once_also_at_the_same_time() -> None:
 
 async def test_no_answer_is_wrong_without_being_judged() -> None:
     async with scripted_llm(says("correct: yes")) as (url, requests):
-        environment = SearchQA(metric="judge", judge={"url": url, "model": "judge"})
+        environment = SearchQA(DATA, DATA, metric="judge", judge={"url": url, "model": "judge"})
         scored = await asyncio.to_thread(environment.score, TASK, None, "no tags", [])
         assert (scored.reward, scored.metrics["unparseable"], requests) == (0.0, 1.0, [])
 

@@ -1,4 +1,4 @@
-"""The search_qa environment: the synthetic world's tasks, data sets' questions, rewards and their metrics."""
+"""The search_qa environment: data sets' questions, rewards and their metrics."""
 
 from __future__ import annotations
 
@@ -19,39 +19,30 @@ from tidegate.types import Task
 CANARY = "test data, not to be found as plain text. canary test:0000"
 
 
-def test_the_synthetic_world_is_asked_by_hops_and_held_out_by_entity() -> None:
-    environment = load_environment("search_qa", {})
-    sets = environment.eval_sets()
-    assert {name: len(tasks) for name, tasks in sets.items()} == {"": 170, "three_hops": 85}
-    train = [environment.train_task(index) for index in range(environment.train_size() or 0)]
-    assert {len(task.info["gold"]) for task in [*train, *sets[""]]} == {2}
-    names = {word for task in train for text in task.info["gold"].values() for word in text.split()}
-    assert all(task.answer[0] not in names for tasks in sets.values() for task in tasks)
-    assert len({task.id for task in [*train, *sets[""], *sets["three_hops"]]}) == 170 + 170 + 85
-    assert [environment.train_task(index) for index in range(170)] == train
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
 
 
-def test_hops_and_seed_are_options() -> None:
-    three = SearchQA(hops=3)
-    assert three.train_size() == 85
-    assert SearchQA(seed=1).train_task(0) != SearchQA(seed=0).train_task(0)
-    with pytest.raises(ConfigError, match="questions of 1 to 3"):
-        SearchQA(hops=4)
+@pytest.fixture
+def questions(tmp_path: Path) -> dict[str, str]:
+    """The options of a data set of one question."""
+    path = written(tmp_path / "one.jsonl", [{"question": "Who?", "answers": ["Obama", "Barack Obama"]}])
+    return {"path": path, "eval_path": path}
 
 
-def test_the_gold_output_of_every_task_is_right() -> None:
-    environment = SearchQA(min_matches=2)
-    for tasks in environment.eval_sets().values():
-        for task in tasks:
-            assert environment.score(task, None, environment.gold_output(task), []).reward == 1.0
-            assert environment.score(task, None, f"<answer>{task.answer[0]}</answer>", []).reward == 0.0
+def test_the_gold_output_is_right(questions: dict[str, str]) -> None:
+    environment = SearchQA(**questions, min_matches=2)
+    task = environment.train_task(0)
+    assert environment.score(task, None, environment.gold_output(task), []).reward == 1.0
+    assert environment.score(task, None, "<answer>Obama</answer>", []).reward == 0.0
 
 
-def test_every_grade_is_a_metric_whichever_is_the_reward() -> None:
+def test_every_grade_is_a_metric_whichever_is_the_reward(questions: dict[str, str]) -> None:
     task = Task("t", "search_qa", [], ["Barack Obama"], {"gold": {"d1": "", "d2": ""}})
     seen = [{"role": "tool", "content": "[d1] Obama\nA president."}]
     said = "<answer>president Obama</answer>"
-    scored = SearchQA(metric="f1").score(task, None, said, seen)
+    scored = SearchQA(**questions, metric="f1").score(task, None, said, seen)
     assert scored.reward == 0.5
     assert scored.metrics == {
         "em": 0.0,
@@ -61,21 +52,16 @@ def test_every_grade_is_a_metric_whichever_is_the_reward() -> None:
         "unparseable": 0.0,
         "retrieval_recall": 0.5,
     }
-    assert SearchQA(metric="em").score(task, None, said, seen).reward == 0.0
-    nothing = SearchQA(metric="f1").score(task, None, "Obama", seen)
+    assert SearchQA(**questions, metric="em").score(task, None, said, seen).reward == 0.0
+    nothing = SearchQA(**questions, metric="f1").score(task, None, "Obama", seen)
     assert (nothing.reward, nothing.metrics["unparseable"]) == (0.0, 1.0)
 
 
-def test_form_counts_only_where_it_is_asked_for() -> None:
+def test_form_counts_only_where_it_is_asked_for(questions: dict[str, str]) -> None:
     task = Task("t", "search_qa", [], ["Rome"])
-    assert SearchQA().score(task, None, "<answer>Paris</answer>", []).reward == 0.0
-    scored = SearchQA(format_weight=0.1).score(task, None, "<answer>Paris</answer>", [])
+    assert SearchQA(**questions).score(task, None, "<answer>Paris</answer>", []).reward == 0.0
+    scored = SearchQA(**questions, format_weight=0.1).score(task, None, "<answer>Paris</answer>", [])
     assert (scored.reward, scored.parts) == (0.1, {"em": 0.0, "format": 1.0})
-
-
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_questions_in_the_columns_of_hotpotqa_and_nq(tmp_path: Path) -> None:
@@ -165,14 +151,16 @@ def test_an_invalid_row_is_named(tmp_path: Path, row: dict[str, Any], message: s
         ({"metric": "emm"}, "no metric 'emm'; did you mean 'em'"),
         ({"metric": "judge"}, "must be set together"),
         ({"judge": {"url": "http://x", "model": "m"}}, "must be set together"),
-        ({"path": "train.jsonl"}, "path and eval_path must be set together"),
+        ({"eval_path": None}, "needs the option 'eval_path'"),
         (
             {"metric": "judge", "judge": {"url": "http://x", "modle": "m"}},
             "no option 'modle'; did you mean 'model'",
         ),
-        ({"canary": "x"}, "canary"),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    options: dict[str, Any], message: str, questions: dict[str, str]
+) -> None:
+    given = {name: value for name, value in (questions | options).items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        load_environment("search_qa", options)
+        load_environment("search_qa", given)

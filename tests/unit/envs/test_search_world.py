@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
-from tidegate.envs.names import held_out_name
-from tidegate.envs.search.synthetic_world import KINDS, documents, make_world
+from examples.bases.names import held_out_name
+from examples.demo_search.env import WorldQuestions
+from examples.demo_search.synthetic_world import KINDS, documents, make_world
+from tidegate.errors import ConfigError
 
 
 def test_a_world_is_two_hundred_facts_and_the_same_for_the_same_seed() -> None:
@@ -58,3 +60,30 @@ def test_a_passage_holds_one_fact_and_its_id_is_stable() -> None:
             fact.subject,
             fact.object,
         }
+
+
+def test_a_world_is_asked_by_hops_and_held_out_by_entity() -> None:
+    environment = WorldQuestions()
+    sets = environment.eval_sets()
+    assert {name: len(tasks) for name, tasks in sets.items()} == {"": 170, "three_hops": 85}
+    train = [environment.train_task(index) for index in range(environment.train_size() or 0)]
+    assert {len(task.info["gold"]) for task in [*train, *sets[""]]} == {2}
+    names = {word for task in train for text in task.info["gold"].values() for word in text.split()}
+    assert all(task.answer[0] not in names for tasks in sets.values() for task in tasks)
+    assert len({task.id for task in [*train, *sets[""], *sets["three_hops"]]}) == 170 + 170 + 85
+    assert [environment.train_task(index) for index in range(170)] == train
+
+
+def test_hops_and_seed_are_options() -> None:
+    assert WorldQuestions(hops=3).train_size() == 85
+    assert WorldQuestions(seed=1).train_task(0) != WorldQuestions(seed=0).train_task(0)
+    with pytest.raises(ConfigError, match="questions of 1 to 3"):
+        WorldQuestions(hops=4)
+
+
+def test_the_gold_output_of_every_task_is_right() -> None:
+    environment = WorldQuestions()
+    for tasks in environment.eval_sets().values():
+        for task in tasks:
+            assert environment.score(task, None, environment.gold_output(task), []).reward == 1.0
+            assert environment.score(task, None, task.answer[0], []).reward == 0.0

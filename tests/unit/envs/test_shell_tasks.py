@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tidegate.envs.base import load_environment
-from tidegate.envs.names import held_out_name
+from examples.bases.names import held_out_name
+from examples.shell.env import Shell
+from examples.shell.file_tasks import FIRST, KINDS, SECOND, draw_task
 from tidegate.envs.shell.sandboxed import shown
-from tidegate.envs.shell.tasks import FIRST, KINDS, SECOND, draw_task
 from tidegate.errors import ConfigError
 from tidegate.sandbox import CommandResult
 
@@ -28,7 +28,7 @@ def test_the_name_in_question_is_in_one_file(kind: Any) -> None:
 
 
 def test_names_of_training_and_of_held_out_tasks_are_distinct() -> None:
-    environment = load_environment("shell", {})
+    environment = Shell()
     train, held_out = (
         set(NAME.findall(str([(one.messages, one.info) for one in tasks])))
         for tasks in (map(environment.train_task, range(300)), environment.eval_sets()[""])
@@ -39,10 +39,10 @@ def test_names_of_training_and_of_held_out_tasks_are_distinct() -> None:
 
 
 def test_the_same_index_gives_the_same_task() -> None:
-    one, other = load_environment("shell", {}), load_environment("shell", {})
+    one, other = Shell(), Shell()
     assert [one.train_task(index) for index in (0, 7)] == [other.train_task(index) for index in (0, 7)]
     assert one.eval_sets() == other.eval_sets()
-    assert one.train_task(0) != load_environment("shell", {"seed": 1}).train_task(0)
+    assert one.train_task(0) != Shell(seed=1).train_task(0)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_the_same_index_gives_the_same_task() -> None:
 )
 def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_environment("shell", options)
+        Shell(**options)
     assert message in str(error.value)
 
 

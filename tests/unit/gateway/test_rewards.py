@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,9 +193,11 @@ async def test_a_lost_episode_is_no_fault_of_its_reward() -> None:
     assert (one.outcome, one.error) == (Outcome.INFRA_ERROR, "its process was killed")
 
 
-def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it() -> None:
+def test_a_judge_keeps_within_the_deadline_by_default_and_is_refused_beyond_it(tmp_path: Path) -> None:
     judge = {"url": "http://127.0.0.1:9/v1", "model": "m"}
-    options = {"metric": "judge", "judge": judge}
+    data = tmp_path / "questions.jsonl"
+    data.write_text('{"question": "Who?", "answer": "x"}\n')
+    options = {"path": str(data), "eval_path": str(data), "metric": "judge", "judge": judge}
     check_reward_timeout(load_environment("search_qa", options), EnvSettings().reward_timeout_s)
     options["judge"] = {**judge, "timeout_s": 60, "attempts": 3}
     parts = [{"use": "arithmetic"}, {"use": "search_qa", "options": options}]

@@ -82,6 +82,25 @@ def exact_text(answer: str, golds: Sequence[str]) -> float:
 METRICS = {"em": exact_match, "sub_em": sub_exact_match, "f1": f1, "exact": exact_text}
 
 
+def measures(
+    text: str | None,
+    golds: Sequence[str],
+    messages: Sequence[Mapping[str, Any]],
+    documents: Mapping[str, str],
+) -> dict[str, float]:
+    """Returns the metrics of an episode: METRICS, `unparseable`, and `retrieval_recall` if it is known.
+
+    Args:
+        text: The answer; None if the output has none.
+        golds: Gold answers.
+        messages: The whole conversation.
+        documents: Gold documents, see `recall`; empty if they are unknown.
+    """
+    values = {name: 0.0 if text is None else grade(text, golds) for name, grade in METRICS.items()}
+    values["unparseable"] = float(text is None)
+    return values | ({"retrieval_recall": recall(messages, documents)} if documents else {})
+
+
 def well_formed(output: str | None) -> float:
     """1 if the output has exactly one `<answer>`, closed, and nothing after it."""
     text = (output or "").strip()

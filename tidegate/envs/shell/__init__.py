@@ -1,1 +1,1 @@
-"""The environment `shell`: tasks on files of generated folders, in a sandbox."""
+"""Environments with a shell in a sandbox."""

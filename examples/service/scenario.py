@@ -14,8 +14,8 @@ from itertools import islice, product
 from random import Random
 from typing import Literal, NamedTuple, get_args
 
-from tidegate.envs.customer_service.database import Customer, Database, Order, Status
-from tidegate.envs.names import all_names, held_out_name
+from examples.bases.names import all_names, held_out_name
+from examples.service.database import Customer, Database, Order, Status
 
 Kind = Literal["cancel", "readdress", "refund", "exchange", "price"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -1,4 +1,4 @@
-"""The environment `shell`: generated tasks on files, verified by the final files in a fresh sandbox."""
+"""The environment of the shell demo: generated tasks on files, whose result a fresh sandbox verifies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, ClassVar
 
+from examples.shell.file_tasks import ShellTask, Split, draw_task
 from tidegate.envs.rewards import Reward
 from tidegate.envs.shell.sandboxed import OUTPUT_CHARS, SandboxedEnvironment, SandboxEpisode
-from tidegate.envs.shell.tasks import ShellTask, Split, draw_task
 from tidegate.errors import ConfigError
 from tidegate.sandbox import verify_fresh
 from tidegate.types import Task

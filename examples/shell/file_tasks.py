@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tidegate.envs.names import SYLLABLES, held_out_name
+from examples.bases.names import SYLLABLES, held_out_name
 
 Split = Literal["train", "held_out"]
 Kind = Literal["find", "count", "edit", "move", "extract"]

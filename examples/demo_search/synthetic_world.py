@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from tidegate.envs.names import all_names, held_out_name
+from examples.bases.names import all_names, held_out_name
 
 WorldSplit = Literal["train", "held_out"]
 

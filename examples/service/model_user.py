@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tidegate.envs.customer_service.scenario import UserScenario, Wish
+from examples.service.scenario import UserScenario, Wish
 from tidegate.errors import ConfigError, InfrastructureError
 from tidegate.service.http_client import RedirectError, describe_failure, refuse_redirect
 from tidegate.types import Message

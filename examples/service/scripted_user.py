@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tidegate.envs.customer_service.scenario import Kind, UserScenario, Wish
+from examples.service.scenario import Kind, UserScenario, Wish
 
 ORDERED: dict[Kind, str] = {
     "cancel": "please cancel {order}.",

@@ -1,4 +1,4 @@
-"""The environment `customer_service`: an agent serves a shop's customers, in the manner of τ-bench.
+"""The environment of the service demo: an agent serves a shop's customers, in the manner of τ-bench.
 
 Yao et al. 2024 describe τ-bench: tools that read and change a database, rules, a simulated user, and a
 reward for the final state of the database. Here everything is generated.
@@ -13,11 +13,11 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from examples.service.database import Database
+from examples.service.model_user import ModelUser
+from examples.service.scenario import ScenarioSet, UserScenario, make_scenario
+from examples.service.scripted_user import ScriptedUser, opening, refuses
 from tidegate.envs.base import Done, Environment
-from tidegate.envs.customer_service.database import Database
-from tidegate.envs.customer_service.model_user import ModelUser
-from tidegate.envs.customer_service.scenario import ScenarioSet, UserScenario, make_scenario
-from tidegate.envs.customer_service.scripted_user import ScriptedUser, opening, refuses
 from tidegate.envs.rewards import Grade, Reward
 from tidegate.envs.tools import ToolError, tool
 from tidegate.loading import construct
