@@ -14,10 +14,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from examples.demo_search.synthetic_world import documents, make_world
 from tidegate.config import load_settings
 from tidegate.errors import TidegateError
 from tidegate.service.service import Service
+
+sys.path.append(str(Path(__file__).parents[2]))  # a script has only its own folder on its path
+
+from examples.demo_search.synthetic_world import documents, make_world
 
 CONFIG = Path(__file__).with_name("config.toml")
 
