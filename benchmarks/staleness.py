@@ -36,8 +36,6 @@ import torch
 from common import Check, parser_of, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.demo_search.env import WorldQuestions
-from examples.demo_search.synthetic_world import SyntheticWorld, make_world
 from tidegate.agents.search_tools import tool_definitions
 from tidegate.agents.solver import TOOLS
 from tidegate.config import TrainerSettings
@@ -125,6 +123,8 @@ def arithmetic_demo() -> Demo:
 
 def search_demo() -> Demo:
     """The search demo; its corpus has the passages of both worlds, as in a run."""
+    from examples.demo_search.env import WorldQuestions
+    from examples.demo_search.synthetic_world import SyntheticWorld, make_world
     from examples.search_base import evaluate
 
     world = SyntheticWorld(make_world(0, "train").facts + make_world(0, "held_out").facts)
