@@ -116,7 +116,7 @@ def saving(run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """
     run.release, run.error, run.pruned = threading.Event(), None, []
     run.admission = MagicMock(epoch=1, version=3)
-    run.admission.progress.return_value = SimpleNamespace(cursor=0, tickets=[])
+    run.admission.progress.return_value = {"cursor": 0, "tickets": []}
     run.admission.stepped.return_value = (4, 16)
     run.ledger = SimpleNamespace(position=9, checksum=1, durable=AsyncMock())
     run.checkpoints = run_checkpoints(run.dir, admission=run.admission, ledger=run.ledger)
