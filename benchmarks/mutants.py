@@ -21,10 +21,11 @@ from common import Check, parser_of, report
 ROOT = Path(__file__).parents[1]
 CORE = Path("tidegate/trainer/admission/core.py")
 RULES, GROUPS, OUTAGE = (CORE.with_name(f"{name}.py") for name in ("rules", "state", "outage"))
-CLIENTS, FAILURES, STREAKS = (CORE.with_name(f"{name}.py") for name in ("clients", "failures", "streaks"))
-VERSIONS, IN_FLIGHT = (CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight"))
+VERSIONS, IN_FLIGHT, FAILURES = (
+    CORE.with_name(f"{name}.py") for name in ("versions", "groups_in_flight", "failures")
+)
 RESUME = Path("tidegate/trainer/ledger/state.py")
-FILES = (CORE, RULES, GROUPS, OUTAGE, CLIENTS, FAILURES, STREAKS, VERSIONS, IN_FLIGHT, RESUME)
+FILES = (CORE, RULES, GROUPS, OUTAGE, VERSIONS, IN_FLIGHT, FAILURES, RESUME)
 TESTS = [
     "tests/unit/trainer/admission/test_admission.py",
     "tests/unit/trainer/admission/test_admission_world.py",
@@ -115,21 +116,21 @@ FAULTS = [
     Fault("remains_of_an_outage_are_evidence", "        elif not overlapped:\n", "        elif self.why is None:\n", OUTAGE),
     Fault("resume_forgets_lost_workers", "item.spared, item.worker_lost = line.get(\"spared\", False), line.get(\"lost\", False)", "item.spared = line.get(\"spared\", False)", RESUME),
     Fault("outages_are_not_in_the_ledger", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
-    Fault("filtered_for_ever", "        self.filtered += 1\n", "", STREAKS),
-    Fault("a_step_gives_no_hope", "        self.filtered = self.cut = self.solved = 0\n", "", STREAKS),
+    Fault("filtered_for_ever", "        self.filtered += 1\n", "", FAILURES),
+    Fault("a_step_gives_no_hope", "        self.filtered = self.cut = self.solved = 0\n", "", FAILURES),
     Fault("exhausted_too_early", "last = group.slots[slot].failures + 1 >= self", "last = group.slots[slot].failures + 2 >= self", FAILURES),
     Fault("exhausted_twice", "return last and group.task not in self.quarantined", "return last", FAILURES),
-    Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:", CLIENTS),
-    Fault("clients_groups_of_the_future", "if newest is not None and newest > version:", "if False:", CLIENTS),
-    Fault("clients_groups_of_any_age", "    if not admissible:", "    if False:", CLIENTS),
+    Fault("clients_groups_of_any_size", "if not rules.min_group_size <= number <= rules.group_size:", "if False:", IN_FLIGHT),
+    Fault("clients_groups_of_the_future", "if newest is not None and newest > version:", "if False:", IN_FLIGHT),
+    Fault("clients_groups_of_any_age", "    if not admissible:", "    if False:", IN_FLIGHT),
     Fault("issued_groups_are_not_in_the_ledger", "        self._record(entry(\"group\", \"issued\", id=group.id, task=group.task, **details))\n", "", IN_FLIGHT),
     Fault("clients_episodes_are_not_in_the_ledger", "            self.issue_attempt(state, slot, attempt, 1)\n", "            self._attempts[attempt] = (group.id, slot)\n            self.attempt_counts[State.LIVE] += 1\n", IN_FLIGHT),
     Fault("issued_groups_are_not_counted", "        self.group_counts[State.LIVE] += 1\n", "", IN_FLIGHT),
-    Fault("a_client_has_more_than_its_share", "taken[client] >= limit:", "taken[client] > limit:", CLIENTS),
-    Fault("no_client_has_a_share", "        if client is not None and taken[client] >= limit:", "        if False:", CLIENTS),
-    Fault("any_number_of_a_client_waits", "waiting >= rules.client_capacity:", "False:", CLIENTS),
+    Fault("a_client_has_more_than_its_share", "taken[client] >= limit:", "taken[client] > limit:", IN_FLIGHT),
+    Fault("no_client_has_a_share", "        if client is not None and taken[client] >= limit:", "        if False:", IN_FLIGHT),
+    Fault("any_number_of_a_client_waits", "waiting >= rules.client_capacity:", "False:", IN_FLIGHT),
     Fault("all_clients_wait_together", "waiting = sum(self.groups[group_id].client == group.client for", "waiting = sum(True for"),
-    Fault("shares_without_a_share", "if rules.client_share < 1 and", "if", CLIENTS),
+    Fault("shares_without_a_share", "if rules.client_share < 1 and", "if", IN_FLIGHT),
     Fault("rolled_back_versions_are_fresh", "        self.abandoned |= set(range(to + 1, version + 1))\n", "", VERSIONS),
     Fault("roll_back_takes_its_target_too", "set(range(to + 1, version + 1))", "set(range(to, version + 1))", VERSIONS),
     Fault("a_candidate_stops_the_gate", "self.publishing = not candidate", "self.publishing = True", VERSIONS),

@@ -15,7 +15,7 @@ import ray
 from tests.ray_cluster import SEATS
 from tidegate.config import load_settings
 from tidegate.errors import StartError
-from tidegate.trainer.cluster.actor_calls import LostError, wait_for_reply
+from tidegate.trainer.cluster.actors import LostError, wait_for_reply
 from tidegate.trainer.cluster.connect import ActorSlots, connected, reserved
 from tidegate.trainer.cluster.placement import HOME, Placement
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests import REPO
 from tidegate.trainer.ledger.audit import audit_run
-from tidegate.trainer.ledger.audit_result import Audit
+from tidegate.trainer.ledger.audit_check import Audit
 from tidegate.trainer.ledger.ledger import read_ledger
 
 DEMO = REPO / "examples" / "demo" / "config.toml"

@@ -155,7 +155,6 @@ TORCH = {
     "weights/process_group",
     "devices",
     "trainer/policy/attention",
-    "trainer/policy/experts",
     "trainer/policy/routing",
     "trainer/policy/policy",
     "trainer/policy/state",

@@ -20,7 +20,7 @@ def add(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, _: list[str]) -> int:
     from tidegate.trainer.ledger.audit import audit_run
-    from tidegate.trainer.ledger.audit_result import table
+    from tidegate.trainer.ledger.audit_check import table
 
     audit = audit_run(run_directory(arguments.run_dir))
     print(table(audit))

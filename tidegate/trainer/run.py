@@ -24,7 +24,7 @@ from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.end import RunResult, record_failed_start, storage_error
 from tidegate.trainer.ledger.audit import audit_run
-from tidegate.trainer.ledger.audit_result import summary
+from tidegate.trainer.ledger.audit_check import summary
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.policies import load_policies
 from tidegate.trainer.policy.protocol import TrainedPolicy

@@ -1,20 +1,28 @@
-"""Where a run starts: at the base model, or at the newest checkpoint with the state in the ledger."""
+"""Where a run starts: at the base model, or at the newest checkpoint with the state in the ledger.
+
+The files of a run are checked before it is resumed.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import orjson
+
 from tidegate.config import SERVICE_SETTINGS, Settings
-from tidegate.errors import ConfigError, NothingToDoError
+from tidegate.errors import ConfigError, LedgerError, NothingToDoError
+from tidegate.service.serve import write_atomically
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
-from tidegate.trainer.checkpoint.integrity import check_files
+from tidegate.trainer.checkpoint.checkpoint import Checkpoint
+from tidegate.trainer.ledger.jsonl import complete_lines
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.preflight import check_model, check_trained_policies
-from tidegate.trainer.publish.first_version import first_version
-from tidegate.trainer.records.metrics import reached
+from tidegate.trainer.records.metrics import reached, read_metrics
 
 Resume = bool | Literal["auto"]
 """Whether to continue a run; `auto`: if there is one."""
@@ -123,3 +131,89 @@ def base_model(settings: Settings, weights: Path) -> Path:
     With LoRA it is the run's original model, as an adapter cannot be separated from merged weights.
     """
     return settings.model.path.absolute() if settings.trainer.lora.rank else weights
+
+
+_WEIGHTS = re.compile(r"(?:delta-)?v(\d+)")
+
+
+class _InconsistentLedger(Exception):
+    """The ledger lacks entries or has changed entries."""
+
+
+def check_files(run_dir: Path, checkpoint: Checkpoint | None) -> None:
+    """Compare the checkpoint with its checksums, and the ledger with the checkpoint and published versions.
+
+    Raises CheckpointError, or LedgerError if ledger entries are missing or changed: their versions would be
+    reused for other weights.
+    """
+    if checkpoint is not None:
+        checkpoint.verify()
+    ledger = run_dir / "ledger.jsonl"
+    try:
+        highest = _check_entries(ledger, checkpoint)
+        if (published := _published(run_dir)) > highest:
+            raise _InconsistentLedger(
+                f"version {published} was published, but its highest version is {highest}"
+            )
+    except _InconsistentLedger as error:
+        weights = "" if checkpoint is None else f" --model.path {checkpoint.path}"
+        raise LedgerError(
+            f"{ledger} cannot be resumed from: {error}. Restore a complete copy of the file, or continue "
+            f"as a new run: tidegate train {run_dir / 'config.toml'}{weights} --run.name NEW"
+        ) from error
+
+
+def _check_entries(ledger: Path, checkpoint: Checkpoint | None) -> int:
+    """Check entry numbers and the checksum of entries before the checkpoint; returns the highest version."""
+    state = {} if checkpoint is None else checkpoint.state
+    position, count, highest, checksum = int(state.get("ledger", 0)), 0, -1, 0
+    for line in complete_lines(ledger):  # an incomplete last line was never acted on
+        try:
+            entry = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise _InconsistentLedger(f"line {count + 1} is damaged ({error})") from error
+        if entry.get("seq") != count:
+            raise _InconsistentLedger(f"line {count + 1} is entry {entry.get('seq')}, not {count}")
+        if entry.get("event") in ("started", "publishing"):
+            highest = max(highest, entry["version"])
+        count += 1
+        if count <= position:
+            checksum = zlib.crc32(line, checksum)
+    if count < position:
+        raise _InconsistentLedger(f"it has {count:,} entries, but had {position:,} at the checkpoint")
+    if checksum != state.get("ledger_checksum", checksum):
+        raise _InconsistentLedger(f"its first {position:,} entries were changed since the checkpoint")
+    return highest
+
+
+def _published(run_dir: Path) -> int:
+    """Return the highest version in metrics and published weights; −1 if there is none."""
+    matches = (_WEIGHTS.fullmatch(path.name) for path in (run_dir / "weights").glob("*v*"))
+    written = (int(match[1]) for match in matches if match)
+    return max([-1, *written, *(int(line["version"]) for line in read_metrics(run_dir))])
+
+
+FIRST_VERSION = "first_version"
+"""File in the run directory, with the version of the model with which a standing service starts.
+
+Its engines serve clients before the first trainer has started. What they sample then can be trained on only
+if the trainer uses the same version for these weights.
+"""
+
+
+def set_first_version(run_dir: Path) -> int:
+    """Returns the version in the file, which it writes if there is none: 0."""
+    version = first_version(run_dir)
+    if version is None:
+        version = 0
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_dir / FIRST_VERSION, str(version))
+    return version
+
+
+def first_version(run_dir: Path) -> int | None:
+    """Returns the version in the file; None if the run's engines are not those of a standing service."""
+    try:
+        return int((run_dir / FIRST_VERSION).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -21,7 +21,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.ledger import ledger as ledgers
 from tidegate.trainer.ledger.audit import audit_run
-from tidegate.trainer.ledger.audit_result import table
+from tidegate.trainer.ledger.audit_check import table
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.ledger.state import LedgerState, read_ledger_state

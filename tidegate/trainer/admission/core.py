@@ -25,14 +25,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tidegate.errors import LedgerError
-from tidegate.trainer.admission.clients import choose, refusal_reason
-from tidegate.trainer.admission.failures import Failures
-from tidegate.trainer.admission.groups_in_flight import GroupsInFlight
+from tidegate.trainer.admission.failures import Failures, Streaks
+from tidegate.trainer.admission.groups_in_flight import GroupsInFlight, choose, refusal_reason
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
 from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot, TaskCursor, TaskTicket
-from tidegate.trainer.admission.streaks import Streaks
 from tidegate.trainer.admission.versions import PolicyVersions
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerItem

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from tidegate.config import Settings
 from tidegate.errors import STOPPED, StartError, TrainingError
 from tidegate.observer import Observer
-from tidegate.trainer.cluster.actor_calls import LostError, translate
+from tidegate.trainer.cluster.actors import LostError, translate
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
 from tidegate.trainer.cluster.environment import ClusterNode, forwarded_variables
 from tidegate.trainer.cluster.placement import HOME, Placement

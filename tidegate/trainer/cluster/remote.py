@@ -16,8 +16,7 @@ import ray
 
 from tidegate.errors import StartError
 from tidegate.service.service import READY_S
-from tidegate.trainer.cluster.actor_calls import REPLY_TIMEOUT_S, LostError, wait_for_reply
-from tidegate.trainer.cluster.actors import StartCommand
+from tidegate.trainer.cluster.actors import REPLY_TIMEOUT_S, LostError, StartCommand, wait_for_reply
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle
 from tidegate.trainer.processes.provider import CurrentWeights

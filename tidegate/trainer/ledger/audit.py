@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.config import load_settings
-from tidegate.trainer.ledger.audit_check import AuditedItem, LedgerCheck
-from tidegate.trainer.ledger.audit_result import Audit
+from tidegate.trainer.ledger.audit_check import Audit, AuditedItem, LedgerCheck
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.ledger import read_ledger
 

@@ -25,10 +25,9 @@ from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.policy.activation_checkpointing import checkpoint_layers
 from tidegate.trainer.policy.attention import use_gpu_kernels
-from tidegate.trainer.policy.experts import use_autocast
 from tidegate.trainer.policy.head import TokenLogprobs, logprobs_in_pieces, narrowed, token_logprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
-from tidegate.trainer.policy.routing import RoutingReplay, normalises
+from tidegate.trainer.policy.routing import RoutingReplay, normalises, use_autocast
 from tidegate.trainer.policy.working_copy import WorkingCopy
 from tidegate.turn import Logprobs
 from tidegate.weights.float_logits import float_logits, is_plain

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +19,11 @@ from typing import Any
 
 from tidegate.config import ENDLESS, SERVICE_SETTINGS, Settings
 from tidegate.errors import ConfigError, StartError
-from tidegate.gateway.client import GatewayClient
+from tidegate.gateway.client import ADMIN_KEY, GatewayClient
+from tidegate.service.api_key import ENGINE_KEY, engine_key
 from tidegate.service.backoff import back_off
-from tidegate.service.directory_lock import DirectoryLock
-from tidegate.service.process import run_together
+from tidegate.service.directory_lock import INHERITED, DirectoryLock
+from tidegate.service.process import OwnedProcess, run_together
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import Service
 from tidegate.settings import sections
@@ -27,12 +32,67 @@ from tidegate.trainer.ledger.state import read_ledger_state
 from tidegate.trainer.processes.launcher import admin_key
 from tidegate.trainer.processes.servers import JUDGE_CACHE, LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
-from tidegate.trainer.processes.trainer_process import TrainerProcess
-from tidegate.trainer.publish.first_version import set_first_version
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.erasure import Erasure
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
+from tidegate.trainer.start import set_first_version
+
+STOP_S = 300.0
+"""Time limit of its last step and checkpoint."""
+
+
+class TrainerProcess(OwnedProcess):
+    """`tidegate train` with the settings of a file; its output is that of this process.
+
+    Args:
+        settings: Path of its settings.
+        run_dir: Its run directory; a run in it is resumed.
+        lock: Lock of the directory, which the trainer shares.
+        key: Admin key of the gateway.
+    """
+
+    name = "trainer"
+
+    def __init__(self, settings: Path, run_dir: Path, key: str, lock: DirectoryLock) -> None:
+        super().__init__("the trainer", None)
+        self._settings = settings
+        self._run_dir = run_dir
+        self._key = key
+        self._lock = lock
+
+    async def start(self) -> None:
+        """Starts it; it exits when this process exits."""
+        tie = [sys.executable, "-P", "-m", "tidegate.service.parent_death", str(os.getpid())]
+        train = [sys.executable, "-P", "-m", "tidegate", "train", str(self._settings), "--resume", "auto"]
+        fd = self._lock.fd
+        variables = {**os.environ, ADMIN_KEY: self._key, ENGINE_KEY: engine_key(), INHERITED: str(fd)}
+        await self._spawn([*tie, *train], env=variables, pass_fds=[fd])
+        place = self._run_dir / "logs" / f"{self.name}.address"
+        await asyncio.to_thread(write_atomically, place, json.dumps({"pid": self.pid}))
+
+    async def restart(self) -> None:
+        await self.start()
+
+    async def wait_for_exit(self) -> str:
+        """Waits for its exit; raises ConfigError if it refused its settings, as a restart would not help."""
+        how = await super().wait_for_exit()
+        if self._code == ConfigError.exit_code:
+            raise ConfigError(f"{how}: its settings were refused, see above ({self._settings})")
+        return how
+
+    def finished(self) -> bool:
+        """Whether it has taken all its steps."""
+        return self._code == 0
+
+    @property
+    def _code(self) -> int | None:
+        return self._process.returncode if self._process is not None else None
+
+    async def stop(self) -> None:
+        self.signal(signal.SIGTERM)
+        await self._join(STOP_S)
+
 
 STEADY_S = 60.0
 """A process that has run for this long before it exits is restarted at once."""

@@ -12,8 +12,8 @@ import numpy as np
 from tidegate.envs.base import RESERVED_NAMES
 from tidegate.observer import Observer
 from tidegate.trainer.admission.state import BatchSelection
-from tidegate.trainer.batch.advantage import is_zero_variance
 from tidegate.trainer.batch.batcher import Batch
+from tidegate.trainer.batch.credit import is_zero_variance
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.judge import PREFIX, JudgeRecord
 from tidegate.trainer.records.metrics import MetricsLog

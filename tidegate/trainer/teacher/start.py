@@ -15,8 +15,7 @@ from tidegate.trainer.processes.launcher import supervise
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.teacher.client import ScoreClient
-from tidegate.trainer.teacher.hint import Hint
-from tidegate.trainer.teacher.teacher import Teacher
+from tidegate.trainer.teacher.teacher import Hint, Teacher
 from tidegate.weights.vocabulary import Vocabulary, load_tokenizer, model_vocab_size, tokenizer_hash
 
 

@@ -1,4 +1,7 @@
-"""Scores groups: requests the logprobs of the sampled tokens from the teachers, while other groups run."""
+"""Scores groups: requests the logprobs of the sampled tokens from the teachers, while other groups run.
+
+A hint that only a teacher reads is a system message before the student's prompt.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,52 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidegate.errors import EngineError, TidegateError, TrainingError, unwrapped
+from tidegate.errors import EngineError, StartError, TidegateError, TrainingError, unwrapped
 from tidegate.sequences import training_sequences
 from tidegate.service.backoff import backoff_s
 from tidegate.settings.teacher import TeacherSettings
 from tidegate.trainer.batch.rows import is_trained
 from tidegate.trainer.teacher.client import ScoreClient, Scores
-from tidegate.trainer.teacher.hint import Hint
 from tidegate.turn import Turn
 from tidegate.types import Group, Trajectory
+
+ANSWER = "{answer}"
+"""Stands for the task's gold answer in a hint."""
+
+
+class Hint:
+    """Renders a hint with the student's chat template.
+
+    Raises StartError if the template has no system message.
+    """
+
+    def __init__(self, text: str, tokenizer: Any) -> None:
+        self._text = text
+        self._tokenizer = tokenizer
+        # At the start of the run, so that a template without system messages is refused before any sampling.
+        self._render(text)
+
+    def prepend(self, ids: list[int], answer: Any) -> list[int]:
+        """Return a sequence after the hint, for a task with this gold answer.
+
+        The hint's tokens replace one that begins every text (BOS), so that it is not repeated.
+        """
+        hint = self._render(self._text.replace(ANSWER, str(answer)))
+        repeated = ids[0] == hint[0] == self._tokenizer.bos_token_id
+        return [*hint, *ids[repeated:]]
+
+    def _render(self, text: str) -> list[int]:
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [{"role": "system", "content": text}], tokenize=False, add_generation_prompt=False
+            )
+        except Exception as error:  # templates raise what they like
+            raise StartError(
+                f"trainer.teacher.hint: the chat template renders no system message alone: {error}"
+            ) from error
+        ids: list[int] = self._tokenizer.encode(rendered, add_special_tokens=False)
+        return ids
+
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.25, 8.0
 """Delays before a failed request is repeated."""

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.trainer.batch.advantage import (
+from tidegate.trainer.batch.credit import (
     batch_deviation,
     centred,
     group_deviation,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from tidegate.trainer.cluster import remote as placed
-from tidegate.trainer.cluster.actor_calls import LostError
+from tidegate.trainer.cluster.actors import LostError
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
 from tidegate.trainer.cluster.remote import RemoteServer

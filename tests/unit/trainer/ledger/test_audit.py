@@ -20,7 +20,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.ledger import audit as audits
 from tidegate.trainer.ledger.audit import audit_run
-from tidegate.trainer.ledger.audit_result import summary, table
+from tidegate.trainer.ledger.audit_check import summary, table
 from tidegate.trainer.ledger.entries import LedgerEntry, entry
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
 from tidegate.types import Outcome

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.waiting import eventually
 from tidegate.errors import LedgerError
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
-from tidegate.trainer.checkpoint.integrity import check_files
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.jsonl import nth_part, parts
 from tidegate.trainer.ledger.ledger import Ledger, read_ledger
+from tidegate.trainer.start import check_files
 from tidegate.viewer.dashboard.tail import Tail
 from tidegate.viewer.run_files import objects
 

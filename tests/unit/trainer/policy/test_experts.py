@@ -12,7 +12,7 @@ from transformers.integrations import moe
 from tests.tiny import make_tiny_model
 from tests.unit.trainer.learning_fixtures import make_rows
 from tidegate.config import TrainerSettings
-from tidegate.trainer.policy import experts
+from tidegate.trainer.policy import routing
 from tidegate.trainer.policy.policy import Policy
 
 
@@ -49,9 +49,9 @@ def test_results_of_experts_have_the_type_of_their_input(tmp_path: Path) -> None
     hidden, index = torch.randn(6, 32), torch.zeros(6, 1, dtype=torch.long)
     weights = torch.ones(6, 1)
     with torch.no_grad():
-        exact = experts.experts(found[0], hidden, index, weights)
+        exact = routing.experts(found[0], hidden, index, weights)
         with torch.autocast("cpu", torch.bfloat16):
-            result = experts.experts(found[0], hidden, index, weights)
+            result = routing.experts(found[0], hidden, index, weights)
     assert (exact.dtype, result.dtype) == (torch.float32, torch.float32)
     assert not torch.equal(exact, result), "its products were rounded"
     assert torch.allclose(exact, result, atol=0.05)

@@ -19,7 +19,7 @@ from tests.unit.trainer.learning_fixtures import (
 )
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, StartError, TrainingError
-from tidegate.trainer.batch.advantage import centred, group_deviation, scaled
+from tidegate.trainer.batch.credit import centred, group_deviation, scaled
 from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.optimizer import suitable_rate

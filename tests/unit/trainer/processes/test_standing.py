@@ -15,8 +15,7 @@ from tidegate.service.serve import Listen, bind
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.processes import standing as standing_module
-from tidegate.trainer.processes.standing import ENDLESS, StandingService
-from tidegate.trainer.processes.trainer_process import TrainerProcess
+from tidegate.trainer.processes.standing import ENDLESS, StandingService, TrainerProcess
 from tidegate.trainer.start import Start
 from tidegate.viewer.summary import continue_command, next_steps
 

@@ -8,8 +8,7 @@ import random
 import pytest
 
 from tidegate.gateway.client import GroupRow
-from tidegate.trainer.publish.canary import CanaryTest
-from tidegate.trainer.publish.sequential_test import ALPHA, LEAST, compare
+from tidegate.trainer.publish.canary import ALPHA, LEAST, CanaryTest, compare
 
 MARGIN = 0.1
 

@@ -24,8 +24,8 @@ from tidegate.errors import ConfigError, StartError
 from tidegate.settings.teacher import TeacherModel, TeacherSettings
 from tidegate.trainer.preflight import check_teachers
 from tidegate.trainer.teacher.client import ScoreClient
-from tidegate.trainer.teacher.hint import Hint
 from tidegate.trainer.teacher.start import check_teacher
+from tidegate.trainer.teacher.teacher import Hint
 from tidegate.weights.vocabulary import Vocabulary, load_tokenizer, model_vocab_size, tokenizer_hash
 
 

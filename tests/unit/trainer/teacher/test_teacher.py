@@ -26,8 +26,7 @@ from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.trajectories import decode_trajectory, encode_trajectory
 from tidegate.trainer.teacher import teacher as teacher_module
 from tidegate.trainer.teacher.client import ScoreClient
-from tidegate.trainer.teacher.hint import Hint
-from tidegate.trainer.teacher.teacher import Teacher
+from tidegate.trainer.teacher.teacher import Hint, Teacher
 from tidegate.types import Group, Trajectory
 
 LIMIT_S = 30.0
