@@ -208,11 +208,12 @@ REGISTRATIONS = [
     ),
     ("tidegate/gateway/sessions/model_calls.py", "            branch=self.branch,\n", _FILLED),
     ("tidegate/gateway/journal/schema.py", '\n"""Version of this schema;', " + 1"),
-    (JOURNAL, '}\n"""A value of each field', '    11: {"prompt_tokens": 3},\n'),
+    (JOURNAL, '}\n"""A value of each field', '    "prompt_tokens": 3,\n'),
+    (JOURNAL, ', 10), "a turn with other', " + 1"),
+    (JOURNAL, '), "a turn with other', " + 1"),
     ("tidegate/settings/run.py", '"tensorboard",', '"calendar", '),
     ("pyproject.toml", "tensorboard = [", "calendar = []\n"),
-    ("tidegate/cli/__init__.py", "init,\n    judge,", "hello, "),
-    ("tidegate/cli/__init__.py", "init,\n    convert,\n    doctor,\n    sft,", "hello, "),
+    ("tidegate/cli/__init__.py", '"init", "convert",', '"hello", '),
 ]
 """Files with what is added to them: the text before which it stands, and the addition."""
 USE = """
