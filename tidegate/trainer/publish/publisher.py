@@ -33,11 +33,9 @@ from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
 
-# An engine may still be loading the version before the newest.
-KEPT_VERSIONS = 2
+KEPT_VERSIONS = 2  # an engine may still be loading the version before the newest
 ATTEMPTS_BESIDE_OTHERS = 3
-BACKOFF_S = 1.0
-BACKOFF_MAX_S = 8.0
+BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
 
 T = TypeVar("T")
 Errors = Sequence[EngineError | None]
