@@ -26,14 +26,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import multiprocessing
+import pickle
+import subprocess
 import sys
 import tempfile
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -315,18 +314,25 @@ def recorded(name: str, gpus: int, *, checkpointing: bool = False) -> Recorded:
 
 
 def recorded_alone(name: str, gpus: int, tries: int = 3) -> Recorded:
-    """`recorded` in a process of its own; raises BrokenProcessPool if it crashes in every try.
+    """`recorded` in a process of its own; raises CalledProcessError if it crashes in every try.
 
-    torch 2.13 under FakeTensor has broken its heap twice in about 150 runs of a shape, both times for
-    30B-A3B; memory checkers found no cause. A result reaches this process after its step, or not at all.
+    Several sharded shapes in one process break the heap of torch 2.13 (a segmentation fault of 30B-A3B on 8);
+    so does 30B-A3B in a worker of a process pool in about half of its runs. Alone it did in none of 16. A
+    result is written after its step, or not at all.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(recorded, name, gpus).result()
-        except BrokenProcessPool as error:
-            if tries == 1:
-                raise
-            print(f"{name} on {gpus} is recorded again: {error}", file=sys.stderr, flush=True)
+    code = "import pickle, sys, roofline; n, g, file = sys.argv[1:]; run = roofline.recorded(n, int(g))"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recorded"
+        command = [sys.executable, "-W", "ignore", "-c", f"{code}; pickle.dump(run, open(file, 'wb'))"]
+        done = subprocess.run([*command, name, str(gpus), str(file)], cwd=Path(__file__).parent, check=False)
+        if done.returncode == 0:
+            run: Recorded = pickle.loads(file.read_bytes())
+            return run
+    if tries == 1:
+        raise subprocess.CalledProcessError(done.returncode, done.args)
+    print(
+        f"{name} on {gpus} ended with {done.returncode}, and is recorded again", file=sys.stderr, flush=True
+    )
     return recorded_alone(name, gpus, tries - 1)
 
 
