@@ -15,7 +15,8 @@ from tidegate.gateway.client import GroupRow
 from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, entry
-from tidegate.trainer.publish.canary import CanaryState, Comparison
+from tidegate.trainer.publish.canary import CanaryState
+from tidegate.trainer.publish.sequential_test import Comparison
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.turn import VersionSpan
 from tidegate.types import Group, Trajectory

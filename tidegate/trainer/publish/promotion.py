@@ -18,9 +18,10 @@ from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
 from tidegate.settings.promotion import PromotionSettings
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.publish.canary import CanaryTest, Comparison
+from tidegate.trainer.publish.canary import CanaryTest
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.publisher import Publisher
+from tidegate.trainer.publish.sequential_test import Comparison
 
 POLL_S = 1.0
 EVALUATIONS = 3

@@ -22,8 +22,9 @@ from tests import REPO
 from tidegate.config import Settings, load_settings
 from tidegate.errors import StartError
 from tidegate.observer import CompositeObserver, Silent
-from tidegate.trainer.loggers import registry
-from tidegate.trainer.loggers.registry import BackgroundLogger, check_loggers, make_loggers
+from tidegate.trainer.loggers import background
+from tidegate.trainer.loggers.background import BackgroundLogger
+from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.loggers.values import public_settings
 
 DEMO = REPO / "examples" / "demo" / "config.toml"
@@ -91,7 +92,7 @@ def test_tensorboard_drops_the_steps_of_a_start_that_left_no_checkpoint(tmp_path
 def test_weights_and_biases_has_every_number_and_no_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "CLOSE_S", 90)
+    monkeypatch.setattr(background, "CLOSE_S", 90)
     monkeypatch.setenv("WANDB_MODE", "offline")
     settings = settings_of(tmp_path, "wandb")
     settings.run_dir.mkdir()
@@ -204,7 +205,7 @@ class Broken:
 
 
 def test_a_logger_that_does_not_start_at_first_gets_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "START_DELAYS_S", (0.01, 0.01))
+    monkeypatch.setattr(background, "START_DELAYS_S", (0.01, 0.01))
     ear, kept, tries = Ear(), Kept(), []
 
     def make(step: int) -> Kept:
@@ -246,7 +247,7 @@ def test_the_end_of_a_run_cuts_short_the_delays_of_a_logger_that_does_not_start(
 def test_a_logger_that_raises_is_reported_once_and_the_run_continues(
     monkeypatch: pytest.MonkeyPatch, made: bool, why: str
 ) -> None:
-    monkeypatch.setattr(registry, "START_DELAYS_S", ())
+    monkeypatch.setattr(background, "START_DELAYS_S", ())
     ear = Ear()
     observer = CompositeObserver([ear, BackgroundLogger("mine", lambda step: Broken(made), ear.note)])
     observer.started({"resumed_from": None})
@@ -261,8 +262,8 @@ def test_a_logger_that_raises_is_reported_once_and_the_run_continues(
 def test_a_logger_that_hangs_does_not_block_the_run(
     monkeypatch: pytest.MonkeyPatch, steps: int, why: str
 ) -> None:
-    monkeypatch.setattr(registry, "CLOSE_S", 0.1)
-    monkeypatch.setattr(registry, "MAX_QUEUED", 10)
+    monkeypatch.setattr(background, "CLOSE_S", 0.1)
+    monkeypatch.setattr(background, "MAX_QUEUED", 10)
     let_go = threading.Event()
     ear = Ear()
 

@@ -17,8 +17,9 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.publish import promotion as module
-from tidegate.trainer.publish.canary import FILE, CanaryState, Comparison
+from tidegate.trainer.publish.canary import FILE, CanaryState
 from tidegate.trainer.publish.promotion import Promotion
+from tidegate.trainer.publish.sequential_test import Comparison
 
 
 class World:

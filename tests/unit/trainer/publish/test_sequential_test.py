@@ -8,7 +8,8 @@ import random
 import pytest
 
 from tidegate.gateway.client import GroupRow
-from tidegate.trainer.publish.canary import ALPHA, LEAST, CanaryTest, compare
+from tidegate.trainer.publish.canary import CanaryTest
+from tidegate.trainer.publish.sequential_test import ALPHA, LEAST, compare
 
 MARGIN = 0.1
 
