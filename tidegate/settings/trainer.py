@@ -96,8 +96,8 @@ class TrainerSettings(SettingsSection):
     """Learning rate of AdamW after the warm-up. None: by the number of parameters, from 3e-4 for a million to
     1e-6 for a billion and more; ten times as high with LoRA."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate; `linear` and `cosine` fall to a tenth at the last step. A resume with more
-    `steps` continues on the longer schedule, whose rate is higher at the same step."""
+    """Schedule of the learning rate; `linear` and `cosine` fall to a tenth at the last step. A resume with
+    more `steps` continues on the longer schedule, whose rate is higher at the same step."""
     ess_scaling: bool = False
     """Multiply the learning rate of each step by √`ess_rows`, the square root of the normalised effective
     sample size of the batch (docs/losses.md)."""
