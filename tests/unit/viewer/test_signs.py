@@ -73,7 +73,7 @@ TRIGGERS: dict[str, dict[str, Curve]] = {
     FILTERED: {"reward_zero_variance_ratio": flat(0.95), "reward_all_failed_ratio": flat(0.9),
                "reward_all_solved_ratio": flat(0.05)},
     "policy stands still": {"lag_kl": flat(2e-8), "reward_mean": flat(0.5)},
-    "engine and trainer part": {"lag_kl": flat(0.05)},
+    "engine and trainer part": {"lag_kl": flat(0.05), "reward_mean": flat(0.5)},
     "policy loses": {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.7, 0.2)},
 }  # fmt: skip
 
@@ -107,8 +107,10 @@ QUIET: dict[str, list[dict[str, Curve | None]]] = {
         {"lag_kl": flat(2e-8), "reward_mean": line(0.1, 0.9)},
     ],
     "engine and trainer part": [
-        {"lag_kl": flat(0.012)},  # as at a staleness of 8
-        {"lag_kl": lambda step: 0.05 if step > 57 else 1e-3},
+        {"lag_kl": flat(0.012), "reward_mean": flat(0.5)},  # as at a staleness of 8
+        {"lag_kl": lambda step: 0.05 if step > 57 else 1e-3, "reward_mean": flat(0.5)},
+        {"lag_kl": flat(0.2), "mismatch_kl": flat(1e-6), "reward_mean": line(0.1, 0.9)},
+        {"lag_kl": flat(0.2), "reward_mean": flat(0.9), "reward_all_solved_ratio": flat(0.7)},
     ],
     "policy loses": [
         {"policy/a/reward": line(0.3, 0.9), "policy/b/reward": line(0.5, 0.6)},  # both learn
@@ -133,7 +135,8 @@ def test_a_series_with_the_fault_triggers_its_sign_alone(name: str) -> None:
 
 
 def test_what_parts_engine_and_trainer_is_told() -> None:
-    old = run(lag_kl=flat(0.05), mismatch_kl=flat(1e-6), logprob_drift=flat(0.2), clip_fraction=flat(0.1))
+    curves = {"lag_kl": flat(0.05), "logprob_drift": flat(0.2), "clip_fraction": flat(0.1)}
+    old = run(mismatch_kl=flat(1e-6), reward_mean=flat(0.5), **curves)
     sign = old.current["engine and trainer part"].sign
     assert "logprobs of sampled tokens differ by 0.2" in sign.numbers
     assert "of the tokens are clipped" in sign.numbers
