@@ -23,7 +23,7 @@ from common import Check, parser_of, place, report
 from lineage import last_step
 from outage import ENVIRONMENT, ROOT, Server
 
-from tidegate.scaffold.examples import TINY_BASE
+from tidegate.scaffold.example_files import TINY_BASE
 from tidegate.trainer.ledger.state import read_ledger_state
 
 DOWN_S, RUN_S = 20.0, 1500.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate.scaffold.examples import TINY_BASE
+from tidegate.scaffold.example_files import TINY_BASE
 
 
 def typed(*words: str, cwd: Path, timeout_s: float) -> str:

@@ -21,7 +21,7 @@ from tidegate.doctor.states import check_states
 from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError
 from tidegate.scaffold import init
-from tidegate.scaffold.examples import TINY_BASE, copy_example, examples
+from tidegate.scaffold.example_files import TINY_BASE, copy_example, examples
 from tidegate.scaffold.init import FILES, STATEFUL_FILES, TINY_FILES, make_project
 from tidegate.scaffold.links import absolute_links
 

@@ -171,7 +171,7 @@ APP, OPENAPI = "tidegate/gateway/http/app.py", "tidegate/gateway/http/openapi.py
 LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_calls/registry.py"
 JOURNAL = "tests/unit/gateway/test_journal_schema.py"
 _FILLED = "            prompt_tokens=self.prompt_tokens,\n"
-MAKE = "tidegate/trainer/losses/make.py"
+MAKE = "tidegate/trainer/losses/built_in.py"
 FORMULAS = "tests/unit/trainer/losses/test_formulas.py"
 REGISTRATIONS = [
     ("tidegate/agents/base.py", '    "command":', '    "echo": "tidegate.agents.echo:EchoAgent",\n'),

@@ -21,6 +21,7 @@ COMMANDS = (
     "export", "simulate",
 )  # fmt: skip
 """The modules of the commands, in the order of the help."""
+
 EXTRAS = {
     "torch": "train",
     "safetensors": "train",

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
 def settings_of(words: list[str]) -> Settings:
     """Returns the settings to check: of the named file or `config.toml` here, with the overrides."""
     from tidegate.config import load_settings
-    from tidegate.scaffold.examples import TINY_BASE
+    from tidegate.scaffold.example_files import TINY_BASE
     from tidegate.settings.reading import split_file
 
     config, overrides = split_file(words)

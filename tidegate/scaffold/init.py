@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tidegate.errors import ConfigError
-from tidegate.scaffold.examples import EXAMPLES, TINY_BASE, copy_example
+from tidegate.scaffold.example_files import EXAMPLES, TINY_BASE, copy_example
 
 HERE = Path(__file__).parent
 MODEL = "smollm2"

@@ -1,6 +1,6 @@
 """Settings of the losses, one class for each: `[trainer.loss] name = "dapo"` and what applies to it.
 
-The formula of each is at the function of its name in `trainer.losses.make`.
+The formula of each is at the function of its name in `trainer.losses.built_in`.
 """
 
 from __future__ import annotations

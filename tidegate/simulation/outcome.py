@@ -44,7 +44,7 @@ class Figures:
 
 
 TOTALS = ("sampled", "trained", "waited_s", "prompt", "turns", "sessions", "groups")
-"""Counts whose means are over the steps that count."""
+"""Fields of `SimulationCounts` that `figures` takes from the first step that counts on."""
 
 
 @dataclass(slots=True)

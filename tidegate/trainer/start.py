@@ -1,4 +1,4 @@
-"""Where a run starts: at the base model, or at the newest checkpoint with the state in the ledger.
+"""The start of a run: at the base model, or at the newest checkpoint with the state in the ledger.
 
 The files of a run are checked before it is resumed.
 """
@@ -58,7 +58,7 @@ class Start:
                     "run.name, or set it aside (--fresh)"
                 )
             epoch = _first(settings, 1)
-            return cls(settings.model.path.absolute(), version=_first_version(settings), least_epoch=epoch)
+            return cls(settings.model.path.absolute(), version=_least_version(settings), least_epoch=epoch)
         if not used:
             raise ConfigError(f"{settings.run_dir} holds no run to resume; leave --resume out to start one")
         checkpoint = checkpoints.latest(run_dir)
@@ -69,7 +69,7 @@ class Start:
         ledger = run_dir / "ledger.jsonl"
         past = read_ledger_state(ledger) if ledger.exists() else LedgerState()
         # Earlier starts have no version if each failed before its entry in the ledger.
-        version = past.highest_version + 1 if past.publishes else _first_version(settings)
+        version = past.highest_version + 1 if past.publishes else _least_version(settings)
         if checkpoint is None:
             start = cls(settings.model.path.absolute(), 0, version, past)
         else:
@@ -110,8 +110,8 @@ class Start:
         return {*self.past.live(), *self.past.discarded_groups()}
 
 
-def _first_version(settings: Settings) -> int:
-    """Return the first version of a run; that of its engines if they are those of a standing service."""
+def _least_version(settings: Settings) -> int:
+    """Return the least version of a new run: the version of a standing service's engines, if there is one."""
     served = first_version(settings.run_dir.absolute())
     return _first(settings, 0) if served is None else served
 

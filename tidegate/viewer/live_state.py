@@ -1,4 +1,4 @@
-"""State of the live view: a run's messages and metrics so far, with bounded memory."""
+"""State of a view of a run: its messages and metrics so far, with bounded memory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LiveState:
         return int(self.last.get("step", 0))
 
     def start(self, info: Mapping[str, object]) -> list[str]:
-        """Returns notes on a run that was resumed, whose signs so far are read."""
+        """Enters a start of the run; returns notes on a resumed one, whose signs so far are read."""
         self.info = dict(info)
         if info.get("resumed_from") is None:
             return []
@@ -74,10 +74,11 @@ class LiveState:
 
     @property
     def run_dir(self) -> Path | None:
+        """Directory of the run; None if its start did not tell it."""
         return Path(str(self.info["dir"])) if self.info.get("dir") else None
 
     def add_state(self, snapshot: Mapping[str, float], clock: float) -> list[str]:
-        """Returns a warning if a sign begins."""
+        """Enters the state at `clock`; returns a warning if a sign begins."""
         self.now.update(snapshot)
         total = known(snapshot.get("tokens/sampled_total"))
         if total is not None:
@@ -91,7 +92,7 @@ class LiveState:
         return self.sampled.per_second() if reported is None else reported
 
     def add_step(self, metrics: Mapping[str, float], clock: float) -> list[str]:
-        """Returns warnings of the signs that begin."""
+        """Enters the metrics of a step; returns warnings of the signs that begin."""
         numbers = {
             key: value for key, value in ((key, known(metrics[key])) for key in metrics) if value is not None
         }

@@ -19,7 +19,7 @@ PROGRESS_S = 10.0
 
 
 class PlainView:
-    """Prints at most one line per call."""
+    """Prints a line for each step, evaluation, warning and message."""
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tidegate.gateway.client import GroupRow
 from tidegate.trainer.ledger.entries import entry
 from tidegate.trainer.records.writer import FileWriter
 from tidegate.viewer.dashboard import run as followed
+from tidegate.viewer.dashboard import service as page
 from tidegate.viewer.dashboard import tail
 from tidegate.viewer.dashboard.app import create_app
 from tidegate.viewer.dashboard.run import FollowedRun
@@ -98,6 +100,23 @@ def test_versions_the_test_and_the_gate(run: ServiceWriter, ask: Ask) -> None:
         None,
     )
     assert 0 <= found["gate"]["waited_s"] < 60, "the publish after step 2 waits"
+    damaged = run.conversation("shop.damaged", 1.0)
+    run.take(damaged)
+    run.ledger.record(entry("group", "ended", id=damaged.id, state="stepped", step="x"))
+    assert ask("service")["gate"]["waited_s"] is None
+
+
+def test_a_waiting_publish_is_looked_for_while_no_other_request_reads_new_lines(
+    run: ServiceWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = FollowedRun(run.dir)
+
+    def search(*_: object) -> None:
+        with ThreadPoolExecutor() as other:
+            assert not other.submit(shown.lock.acquire, blocking=False).result()
+
+    monkeypatch.setattr(page, "publish_waits_since", search)
+    page.service(shown)
 
 
 def test_new_lines_are_shown_and_read_once(run: ServiceWriter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def parse_large(body: RawBody, max_values: int = MAX_VALUES) -> dict[str, Any]:
 
 
 T = TypeVar("T")
-_MAX_VALUES = 100_000
+_PROMPT_VALUES = 100_000
 """Values in a large body, excluding the ids of a prompt that fills the context."""
 
 
@@ -243,7 +243,7 @@ class RequestReader:
         if not self._large:
             return parse(body)
         context = max(prompts.context or len(body) for prompts in self._turns.prompts.values())
-        return await self._threads.run(True, parse_large, body, _MAX_VALUES + context)
+        return await self._threads.run(True, parse_large, body, _PROMPT_VALUES + context)
 
     async def read(
         self,

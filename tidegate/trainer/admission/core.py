@@ -383,7 +383,7 @@ class Admission:
         return self._cursor.progress(filter(None, live))
 
     def restore(self, progress: Mapping[str, Any] | None, groups: Iterable[LedgerItem] = ()) -> None:
-        """Restore a checkpoint's progress, if there is one, and the counts of all groups of the ledger."""
+        """Restore a checkpoint's progress, if there is one, and count the `groups` of the ledger."""
         for group in groups:
             if group.state is State.FILTERED:
                 self._count_filtered(group.solved, group.episodes)

@@ -1,6 +1,6 @@
 """Failed attempts: the budgets that they are charged to, their causes, and the tasks in quarantine.
 
-`Streaks` has the counts of consecutive groups without use for training, and the limits at which a run stops.
+`Streaks` counts consecutive groups that training cannot use, up to the limits at which a run stops.
 """
 
 from __future__ import annotations

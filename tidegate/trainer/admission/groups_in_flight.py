@@ -1,6 +1,6 @@
 """Groups in flight and their attempts. Each issue and end is counted, and entered in the ledger.
 
-Of groups that clients form: why one is refused, and the share of a batch that one client may have.
+Groups that clients form may be refused, and one client may have a limited share of a batch.
 """
 
 from __future__ import annotations

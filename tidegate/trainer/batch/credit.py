@@ -1,7 +1,7 @@
 """Credit assignment: computes the advantage of each episode of a batch from rewards.
 
-It is the return of an episode relative to the other attempts at the same task. Returns and advantages of a
-group are float64 [episodes, turns]. Without rewards of single turns all columns are equal.
+The advantage is the return of an episode relative to the other attempts at the same task. Returns and
+advantages of a group are float64 [episodes, turns]. Without rewards of single turns all columns are equal.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Actors on a cluster's nodes, each of which owns a process that a local run would own itself.
 
-An actor restarted by Ray owns no process; the run detects the loss and starts the process again.
+An actor restarted by Ray owns no process; the run detects the loss and starts the process again. Calls to an
+actor end with a TidegateError that names it.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class TempDir:
 
 
 class ProcessActor:
-    """An actor with a working directory: the run's, if it is visible here, or else a temporary one."""
+    """Base of the actors. The working directory is the run's, if it is visible here, else a temporary one."""
 
     def __init__(self, context: ActorContext) -> None:
         shield_process()

@@ -1,7 +1,7 @@
-"""Verifies the entries of a ledger, one after another, with none of the code that wrote them, and formats
-the result.
+"""Verifies the entries of a ledger, one after another, and formats the result.
 
-It therefore follows the entries itself, and not with `LedgerState`, on which recovery and the viewer rely.
+It shares no code with the writer, nor with `LedgerState`, on which recovery and the viewer rely: a defect
+there must not hide itself.
 """
 
 from __future__ import annotations

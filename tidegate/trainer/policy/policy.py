@@ -30,7 +30,7 @@ from tidegate.trainer.batch.share import RankShare
 from tidegate.trainer.checkpoint.checkpoint import OPTIMIZER, Storable
 from tidegate.trainer.checkpoint.huggingface import cast, tokenizer_files, write_model
 from tidegate.trainer.checkpoint.shards import raise_hidden_os_error
-from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.losses.built_in import make_loss
 from tidegate.trainer.policy.diagnostics import Diagnostics, distance_metrics
 from tidegate.trainer.policy.forward import Forward
 from tidegate.trainer.policy.gradient import GradientStep

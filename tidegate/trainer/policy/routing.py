@@ -9,7 +9,8 @@ their weights are computed from the trainer's own logits,
 
 so the gradient reaches the router, and no expert but the recorded ones.
 
-`use_autocast` is for experts under autocast, which does not convert the factors of grouped matrix products.
+`use_autocast` makes experts compute in autocast's type: torch does not convert the factors of grouped matrix
+products itself.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def _agrees(router: Any, normalised: bool) -> bool:
     return torch.allclose(weights_of(logits, chosen, normalised), weights.float(), rtol=1e-3, atol=1e-4)
 
 
-NAME = "grouped_mm_in_autocast"
+AUTOCAST_EXPERTS = "grouped_mm_in_autocast"
 
 
 def use_autocast(model: Any) -> None:
@@ -146,8 +147,8 @@ def use_autocast(model: Any) -> None:
     configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
     for config in configs.values():
         if getattr(config, "_experts_implementation", None) == "grouped_mm":
-            ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
-            config._experts_implementation = NAME
+            ALL_EXPERTS_FUNCTIONS.register(AUTOCAST_EXPERTS, experts)
+            config._experts_implementation = AUTOCAST_EXPERTS
 
 
 def experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

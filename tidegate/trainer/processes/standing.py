@@ -39,7 +39,7 @@ from tidegate.trainer.records.writer import FileWriter
 from tidegate.trainer.start import set_first_version
 
 STOP_S = 300.0
-"""Time limit of its last step and checkpoint."""
+"""Time limit of the trainer's last step and checkpoint, in seconds."""
 
 
 class TrainerProcess(OwnedProcess):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tidegate.types import Trajectory
 
 PREFIX = "judge/"
-"""Of the metrics that a judge gives an episode."""
+"""The metrics that a judge gives an episode begin with it."""
 OWN, PART, SECONDS = "judge/environment", "judge", "judge/seconds"
 COUNTS = ("calls", "cached", "errors", "prompt_tokens", "completion_tokens")
 WINDOW = 256

@@ -261,7 +261,8 @@ def encode_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 def decode_trajectory(line: Mapping[str, Any]) -> Trajectory:
     """Restore the trajectory of a line of `trajectories/`, bit for bit.
 
-    Raises msgspec.ValidationError, a ValueError, if a field is missing or has a value of another type.
+    Fields that this version does not know are left out. Raises msgspec.ValidationError, a
+    ValueError, if a field is missing or has a value of another type.
     """
     return msgspec.convert(line, Trajectory, dec_hook=_array)
 
@@ -324,7 +325,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
 
 
 _PACKED = ("top_ids", "top_logprobs", "kept_ids", "kept_counts", "experts")
-"""Arrays of a turn that a line has as text."""
+"""Arrays of a turn that a line holds compressed, as text (`_pack`)."""
 
 
 def _pack(array: np.ndarray) -> str:

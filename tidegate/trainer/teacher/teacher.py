@@ -1,6 +1,6 @@
 """Scores groups: requests the logprobs of the sampled tokens from the teachers, while other groups run.
 
-A hint that only a teacher reads is a system message before the student's prompt.
+`Hint` renders a text that only a teacher reads, as a system message before the student's prompt.
 """
 
 from __future__ import annotations

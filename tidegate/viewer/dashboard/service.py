@@ -46,7 +46,7 @@ def service(run: FollowedRun) -> Wire:
     found: Wire = run.cached("service", lambda: _collect(run))
     if found["gate"] is None:
         return found
-    since = publish_waits_since(run.ledger, as_mapping(run.files.settings.get("trainer")))
+    since: float | None = run.cached("publish_wait", lambda: _publish_waits_since(run))
     waited_s = None if since is None else max(0.0, time.time() - since)
     return {**found, "gate": {**found["gate"], "waited_s": waited_s}}
 
@@ -100,6 +100,13 @@ def publish_waits_since(ledger: LedgerState, trainer: Mapping[str, Any]) -> floa
     due = isinstance(interval, int) and interval > 0
     due = due and (step % interval == 0 or step == trainer.get("steps"))
     return since if trainer.get("max_stale_share") is not None and step > 0 and due else None
+
+
+def _publish_waits_since(run: FollowedRun) -> float | None:
+    try:
+        return publish_waits_since(run.ledger, as_mapping(run.files.settings.get("trainer")))
+    except (TypeError, ValueError):
+        return None  # an entry is damaged
 
 
 def _gate(run: FollowedRun) -> Wire | None:

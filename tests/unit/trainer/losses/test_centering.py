@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.unit.trainer.learning_fixtures import lay, make_rows
 from tidegate.settings.losses import DPPOLoss
 from tidegate.trainer.batch.microbatch import Microbatch
+from tidegate.trainer.losses.built_in import dppo
 from tidegate.trainer.losses.centering import TokenWeight, centered, expected_score
 from tidegate.trainer.losses.loss import Surrogate
-from tidegate.trainer.losses.make import dppo
 from tidegate.trainer.losses.parts import bounded, dual_clipped, masked, ppo_clip, truncated, weighted
 from tidegate.trainer.policy.head import TokenLogprobs, narrowed
 

@@ -19,7 +19,7 @@ from tidegate.config import TrainerSettings
 from tidegate.errors import ConfigError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.rows import TrainingSequence
-from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.losses.built_in import make_loss
 from tidegate.trainer.losses.parts import top_divergence
 
 CAP = 1.3

@@ -12,8 +12,8 @@ from tests.unit.trainer.learning_fixtures import VOCABULARY, lay, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.trainer.batch.microbatch import Microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
+from tidegate.trainer.losses.built_in import make_loss
 from tidegate.trainer.losses.loss import Loss
-from tidegate.trainer.losses.make import make_loss
 from tidegate.trainer.policy.head import token_logprobs
 
 CAP = 2.0

@@ -15,7 +15,7 @@ from tidegate.errors import StartError, TrainingError
 from tidegate.settings.losses import BY_NAME
 from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, minibatches
-from tidegate.trainer.losses.make import make_loss
+from tidegate.trainer.losses.built_in import make_loss
 from tidegate.trainer.policy import forward
 from tidegate.trainer.policy.policy import Policy
 

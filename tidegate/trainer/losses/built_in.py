@@ -1,7 +1,8 @@
-"""The built-in losses, a function for each by its name in `trainer.loss.name`, and the loss of the settings.
+"""The built-in losses, a function for each by its name in `trainer.loss.name`; `make_loss` makes the loss of
+the settings.
 
-A docstring gives the parts of its loss. The advantage is the reward less the group's mean, ÷ the group's
-standard deviation, and the mask and the centering are those of the settings, in losses that have them:
+The docstring of a function gives the parts of its loss. Unless it gives another, the advantage is the reward
+less the group's mean, ÷ the group's standard deviation. Two parts are added by settings:
 
 mask            tokens with A < 0 in rows whose mean log μ/π_θ exceeds `sequence_mask`, if that is set
                 (DeepSeek-V3.2, arXiv 2512.02556, 2025)
