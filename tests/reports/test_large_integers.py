@@ -21,7 +21,7 @@ from tests.tiny_tokenizer import make_model_dir, make_tokenizer
 from tidegate.envs.base import Environment
 from tidegate.envs.tools import text_of, tool
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.service import exact

@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from tests.fakes import Stage
 from tests.integration.gateway.sdk_stage import finished, opened, stage
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.parsing.parts import call_wire
+from tidegate.gateway.parsing.reply import call_wire
 from tidegate.gateway.rendering.messages import in_call_order
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.sft.chats import read_chats

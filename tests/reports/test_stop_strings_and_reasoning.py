@@ -11,8 +11,7 @@ from anthropic import AsyncAnthropic
 from tests.fakes import Fault, Stage, staged
 from tests.integration.gateway.sdk_stage import CALL, finished, opened, stage
 from tests.tiny_tokenizer import make_model_dir, make_tokenizer
-from tidegate.gateway.parsing.parts import PlainParser
-from tidegate.gateway.parsing.reply import ReplyReader, stop_search
+from tidegate.gateway.parsing.reply import PlainParser, ReplyReader, stop_search
 from tidegate.gateway.rendering.renderer import Renderer
 
 __all__ = ["stage"]

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from tests.unit.gateway.test_tool_call_formats import CALLS, WRITTEN, of, plain, read, write
 from tidegate.envs.tools import ToolError, make_tool
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 
 JSON_FORMATS = [form for form in WRITTEN if of(form) not in ("qwen3_coder", "glm45")]

@@ -81,7 +81,7 @@ TOOL_CALLS = '''"""Arrows: the reply is `=>{"name": …, "arguments": {…}}`.""
 
 from __future__ import annotations
 
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import DECODER, all_or_none, read_call
 
@@ -167,7 +167,7 @@ FILES = {
     "tidegate/trainer/loggers/calendar.py": LOGGER,
     "tidegate/cli/hello.py": COMMAND,
 }
-APP, OPENAPI = "tidegate/gateway/http/app.py", "tidegate/gateway/http/openapi.py"
+ENDPOINTS, OPENAPI = "tidegate/gateway/http/endpoints.py", "tidegate/gateway/http/openapi.py"
 LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_calls/registry.py"
 JOURNAL = "tests/unit/gateway/test_journal_schema.py"
 _FILLED = "            prompt_tokens=self.prompt_tokens,\n"
@@ -191,15 +191,19 @@ REGISTRATIONS = [
         "| `truncated_is` | sg[min",
         "| `reinforce` | A · log π | tokens | `importance_cap` |\n",
     ),
-    (APP, "chat, completions, messages, responses\n", "texts, "),
-    (APP, '("POST", "/responses",', '("POST", "/texts", DialectEndpoint(gateway, texts, conversations)),\n'),
+    (ENDPOINTS, "chat, completions, messages, responses\n", "texts, "),
+    (
+        ENDPOINTS,
+        '("POST", "/responses",',
+        '("POST", "/texts", DialectEndpoint(gateway, texts, conversations)),\n',
+    ),
     (OPENAPI, '    "POST /v1/responses":', '    "POST /v1/texts": "Samples a continuation of a text.",\n'),
     (
         OPENAPI,
         '("/responses", _reply',
         '("/texts", _reply("choices"), _OPENAI, _object({"input": _TEXT})),\n',
     ),
-    (FORMATS, "json_formats, llama3_json", "arrow, "),
+    (FORMATS, "json_formats, tagged_formats", "arrow, "),
     (FORMATS, "json_formats.GRANITE,", "arrow.ARROW, "),
     (
         "tidegate/turn.py",

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.errors import ApiError, context_exceeded
-from tidegate.gateway.parsing.parts import ToolUse
+from tidegate.gateway.parsing.reply import ToolUse
 from tidegate.settings.servers import DEFAULT_KEPT, MAX_KEPT
 from tidegate.types import Message, Sampling, Split
 

@@ -19,7 +19,7 @@ from tests.waiting import eventually
 from tidegate.errors import ConfigError, GatewayError, RewardError, RewardUnavailableError, StartError
 from tidegate.gateway.environments.process import OwnedEnvironments
 from tidegate.gateway.errors import UNRANKED
-from tidegate.gateway.groups import judge_outage
+from tidegate.gateway.groups import rewards
 from tidegate.settings.judge import JudgeSettings
 from tidegate.types import CONVERSATION, Outcome, Task, Trajectory
 
@@ -171,7 +171,7 @@ async def test_a_group_without_a_ranking_ends_as_reward_error(tmp_path: Path) ->
 async def test_a_group_waits_while_its_judge_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(judge_outage, "FIRST_S", 0.01)
+    monkeypatch.setattr(rewards, "FIRST_S", 0.01)
     async with ranking(tmp_path, attempts=1) as (stage, endpoint):
         endpoint.reply = lambda _: (503, "overloaded")
         sessions = [await episode(stage, "0.2", 0)]
@@ -183,7 +183,7 @@ async def test_a_group_waits_while_its_judge_is_unavailable(
         assert group.rewards() == [pytest.approx(1.2)]
     assert "the ranking of group g: " in caplog.text
 
-    monkeypatch.setattr(judge_outage, "OUTAGE_S", 0.0)
+    monkeypatch.setattr(rewards, "OUTAGE_S", 0.0)
     async with ranking(tmp_path / "late", attempts=1) as (stage, endpoint):
         endpoint.reply = lambda _: (503, "overloaded")
         why = await stage.client.seal_group("g", "t", [await episode(stage, "0.2", 0)])

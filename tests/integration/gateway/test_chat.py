@@ -13,7 +13,7 @@ import pytest
 from tests.fakes import Fault, Stage, logprob_of
 from tests.integration.gateway.chat_calls import ASK, TOOLS, streamed, whole
 from tests.integration.gateway.sdk_stage import CALL, opened, stage
-from tidegate.gateway.http import response as exchange
+from tidegate.gateway.http import endpoints
 from tidegate.turn import VersionSpan
 from tidegate.types import Outcome, Sampling
 
@@ -210,7 +210,7 @@ async def test_reasoning_is_separate_and_may_be_omitted_from_histories(
 
 
 async def test_a_silent_stream_is_kept_alive(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_S", 0.02)
     access, _ = await opened(stage)
     stage.say("Four")
     stage.engine.faults.append(Fault("hold"))

@@ -17,7 +17,7 @@ from tests.tiny_tokenizer import make_model_dir
 from tidegate.envs.conversations import ConversationRewards, conversation_environment
 from tidegate.envs.service.scoring import score
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError
-from tidegate.gateway.groups import judge_outage
+from tidegate.gateway.groups import rewards
 from tidegate.gateway.project_keys import create_key
 from tidegate.types import CONVERSATION, Outcome, Task, Trajectory
 
@@ -114,7 +114,7 @@ async def test_without_an_opinion_or_with_an_error_a_conversation_is_not_trained
 async def test_a_conversation_waits_for_its_judge_and_keeps_its_feedback(
     stage: Stage, user: AsyncOpenAI, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge_outage, "FIRST_S", 0.01)
+    monkeypatch.setattr(rewards, "FIRST_S", 0.01)
     reply = await say(user, [], "outage")
     assert "group" in await feedback(stage, key, reply.id, "up")
     await eventually(lambda: len(OUTAGES) > 2)

@@ -18,7 +18,7 @@ from tests.integration.gateway.test_clients import call as group_call
 from tests.integration.gateway.test_journal import killed
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.gateway.clients import conversations, notes
-from tidegate.gateway.http.prometheus import collect
+from tidegate.gateway.http.app import collect
 from tidegate.gateway.project_keys import create_key, revoke_key
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.types import Group, Outcome

@@ -12,7 +12,7 @@ from anthropic import AsyncAnthropic
 from tests.fakes import Fault, Stage
 from tests.integration.gateway.sdk_stage import CALL, TASK, stage
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.http import response as exchange
+from tidegate.gateway.http import endpoints
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]
@@ -343,7 +343,7 @@ async def test_a_prompt_too_long_is_said_in_the_words_clients_know(stage: Stage)
 
 
 async def test_a_silent_stream_is_pinged(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_S", 0.02)
     _, llm = await opened(stage)
     stage.say("Four")
     stage.engine.faults.append(Fault("hold"))
@@ -358,7 +358,7 @@ async def test_a_silent_stream_is_pinged(stage: Stage, monkeypatch: pytest.Monke
 
 
 async def test_a_stream_that_fails_says_so(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_S", 0.02)
     access, llm = await opened(stage)
     stage.engine.faults.append(Fault("hang"))
     stream = await llm.messages.create(**BODY, stream=True)

@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import Stage
 from tests.integration.gateway.chat_calls import ASK, TOOLS
 from tests.integration.gateway.sdk_stage import finished, opened, stage
-from tidegate.gateway.nesting import MAX_LEVELS, too_deep
+from tidegate.service.exact import MAX_LEVELS, too_deep
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]

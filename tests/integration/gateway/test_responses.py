@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from tests.fakes import Fault, Stage
 from tests.integration.gateway.sdk_stage import CALL, finished, opened, stage
-from tidegate.gateway.http import response as exchange
+from tidegate.gateway.http import endpoints
 from tidegate.types import Outcome, Sampling
 
 __all__ = ["stage"]
@@ -349,7 +349,7 @@ async def test_another_session_s_response_is_not_found(stage: Stage) -> None:
 async def test_a_silent_stream_is_kept_alive_and_its_failure_is_reported(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr(endpoints, "KEEP_ALIVE_S", 0.02)
     access, llm = await opened(stage)
     stage.engine.faults.append(Fault("hang"))
     stream = await llm.responses.create(model="m", input="1+2?", stream=True)

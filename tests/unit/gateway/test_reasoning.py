@@ -9,9 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.parsing.parts import Part, PlainParser, Reasoning, SampledCall
-from tidegate.gateway.parsing.reasoning import ReasoningParser
-from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.parsing.reply import (
+    Part,
+    PlainParser,
+    Reasoning,
+    ReasoningParser,
+    ReplyReader,
+    SampledCall,
+)
 from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 from tidegate.gateway.rendering.renderer import Renderer
 

@@ -12,7 +12,7 @@ import renderers
 from tests.families import FAMILIES, family_renderer, family_tokenizer
 from tests.unit.gateway.test_families import TOOLS, after, reply, text
 from tests.unit.gateway.test_tool_call_formats import write
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS
 
 KNOWN = {

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.parsing.parts import PlainParser
-from tidegate.gateway.parsing.reply import Detokenizer, ReplyReader, StopCutter
+from tidegate.gateway.parsing.reply import Detokenizer, PlainParser, ReplyReader, StopCutter
 from tidegate.gateway.parsing.tool_calls.json_formats import HERMES
 from tidegate.gateway.rendering.renderer import Renderer
 

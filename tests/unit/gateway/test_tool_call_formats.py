@@ -15,8 +15,7 @@ from tests.families import FAMILIES, family_renderer
 from tidegate.config import GatewaySettings
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, SampledCall, ToolUse
-from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.parsing.reply import Part, ReplyReader, SampledCall, ToolUse
 from tidegate.gateway.parsing.tool_calls.base import forced_start, single_call_stop
 from tidegate.gateway.parsing.tool_calls.registry import FORMATS, NONE, choose
 from tidegate.gateway.parsing.tool_calls.schema_types import types_of_property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall
+from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from tidegate.gateway.dialects import choices, fields
+from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel
+from tidegate.gateway.dialects.chat import MAX_CHOICES, READ, ChoiceEvents, ChoicesRequest, choices_of, read_n
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import Part
+from tidegate.gateway.parsing.reply import Part
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error
-_SUPPORTED = choices.READ | fields.HARMLESS | {"prompt", "best_of"}
+_SUPPORTED = READ | fields.HARMLESS | {"prompt", "best_of"}
 # The only supported values besides null.
 _ONLY: dict[str, tuple[Any, ...]] = {"echo": (False,), "suffix": ("",), "logit_bias": ({},)}
 
 
-class CompletionsRequest(choices.ChoicesRequest):
+class CompletionsRequest(ChoicesRequest):
     """A parsed request for completions of one or several prompts."""
 
     __slots__ = ()
@@ -41,7 +42,7 @@ class CompletionsRequest(choices.ChoicesRequest):
         return CompletionEvents(self, calls, model, self.kind, {"text": ""})
 
 
-class CompletionEvents(choices.ChoiceEvents):
+class CompletionEvents(ChoiceEvents):
     """Formats the parts of calls as server-sent events."""
 
     def part(self, choice: int, part: Part) -> bytes:
@@ -51,7 +52,7 @@ class CompletionEvents(choices.ChoiceEvents):
 
 def read(payload: dict[str, Any], session: GatewaySession) -> CompletionsRequest:
     """Parses a body. Raises ApiError that names an unsupported parameter or content."""
-    n = choices.read_n(payload)
+    n = read_n(payload)
     fields.refuse_others(payload, _SUPPORTED, _ONLY)
     if payload.get("best_of") not in (None, n):
         raise ApiError(f"best_of: only the value of n ({n}) is supported", param="best_of")
@@ -59,13 +60,13 @@ def read(payload: dict[str, Any], session: GatewaySession) -> CompletionsRequest
     if logprobs not in (None, 0):
         raise ApiError("logprobs: only 0 (the logprobs of the sampled tokens) is supported", param="logprobs")
     prompts = _prompts(payload.get("prompt"))
-    if n * len(prompts) > choices.MAX_CHOICES:
-        raise ApiError(f"n and prompt request more than {choices.MAX_CHOICES} completions", param="prompt")
+    if n * len(prompts) > MAX_CHOICES:
+        raise ApiError(f"n and prompt request more than {MAX_CHOICES} completions", param="prompt")
     sampling, stream = fields.sampling(payload, "max_tokens"), fields.stream(payload)
     turn_requests = [
         turn_request
         for prompt in prompts
-        for turn_request in choices.choices_of(TurnRequest([], sampling, prompt=prompt, stream=stream), n)
+        for turn_request in choices_of(TurnRequest([], sampling, prompt=prompt, stream=stream), n)
     ]
     return CompletionsRequest.of(payload, turn_requests, n, logprobs is not None)
 

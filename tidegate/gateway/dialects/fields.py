@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import ToolUse
+from tidegate.gateway.parsing.reply import ToolUse
 from tidegate.gateway.rendering.messages import in_call_order, unanswered_calls
 from tidegate.gateway.request import RequestedSampling, Schema
 from tidegate.service import exact

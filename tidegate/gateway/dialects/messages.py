@@ -12,7 +12,7 @@ from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel, Usage, blocks, finish_reason
 from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse, call_wire
+from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall, ToolUse, call_wire
 from tidegate.gateway.rendering.messages import text_of, text_of_part
 from tidegate.gateway.request import RequestedSampling, TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall

@@ -18,7 +18,7 @@ from tidegate.gateway.dialects.responses_items import (
     without_repeated,
 )
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, ToolUse
+from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall, ToolUse
 from tidegate.gateway.request import RequestedSampling, TurnRequest
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.parsing.parts import Part, Reasoning, SampledCall, call_wire
+from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall, call_wire
 from tidegate.gateway.rendering.messages import meaning, template_form, text_of
 from tidegate.types import Message
 

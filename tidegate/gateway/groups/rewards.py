@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import logging
 import time
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 from tidegate.errors import RewardError, RewardUnavailableError, UnrewardedError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
-from tidegate.gateway.groups.judge_outage import retry_while_unavailable
+from tidegate.service.backoff import back_off
 from tidegate.types import Outcome, Task, Trajectory, finite, finite_reward
+
+T = TypeVar("T")
+log = logging.getLogger("tidegate.gateway")
+OUTAGE_S = 3600.0
+"""Seconds for which the call of a judge that is unavailable is repeated."""
+FIRST_S, LONGEST_S = 1.0, 30.0
+"""Delays between the calls."""
 
 
 class Scorer:
@@ -135,3 +144,28 @@ def reward_turns(trajectory: Trajectory, rewards: Mapping[int, float]) -> None:
         raise RewardError(f"turn {unknown[0]!r} was rewarded but does not exist; turns: {sorted(turns)}")
     for turn in turns.values():
         turn.reward = finite(f"the reward of turn {turn.index}", rewards.get(turn.index, 0.0))
+
+
+async def retry_while_unavailable(call: Callable[[], Awaitable[T]], what: str) -> T:
+    """Repeats a call of the judge while the judge is unavailable, as what it judges cannot be made again.
+
+    Args:
+        call: Calls the judge.
+        what: What waits, for the log.
+
+    Returns:
+        The result of the call.
+
+    Raises:
+        RewardUnavailableError: The judge is still unavailable after OUTAGE_S.
+    """
+    failures, end = 0, asyncio.get_running_loop().time() + OUTAGE_S
+    while True:
+        try:
+            return await call()
+        except RewardUnavailableError as error:
+            # Checked after a call, so that one is made even if the last pause lasted beyond the end.
+            if asyncio.get_running_loop().time() >= end:
+                raise
+            log.warning("%s: %s; it is called again", what, error)
+        failures = await back_off(failures, FIRST_S, LONGEST_S)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tidegate.errors import GatewayError, RewardError
 from tidegate.gateway.environments.base import EnvironmentService, EpisodeLostError
 from tidegate.gateway.errors import UNRANKED
-from tidegate.gateway.groups.judge_outage import retry_while_unavailable
+from tidegate.gateway.groups.rewards import retry_while_unavailable
 from tidegate.gateway.groups.store import GroupStore
 from tidegate.gateway.journal.base import REMEMBERED
 from tidegate.gateway.sessions.session import GatewaySession

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from prometheus_client.core import Metric
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate import __version__
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
 from tidegate.gateway.clients.groups import ClientGroups
-from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http import attempts, clients, openapi, schemas, tools
-from tidegate.gateway.http.endpoints import CountEndpoint, DialectEndpoint, ModelsEndpoint, replay
-from tidegate.gateway.http.mcp import McpServer
-from tidegate.gateway.http.prometheus import collect
-from tidegate.gateway.http.response import count, error_response, unless_disconnected
+from tidegate.gateway.http import attempts, clients, endpoints, openapi, schemas, tools
+from tidegate.gateway.http.base import count, error_response, replay, unless_disconnected
+from tidegate.gateway.metrics import PREFIX
 from tidegate.gateway.sessions.session import SessionRequest
 from tidegate.gateway.turns.request_reader import ClientGone, read_body
-from tidegate.prometheus import exposition
+from tidegate.prometheus import counter, exposition, gauge, metrics_of
 from tidegate.service.api_key import ApiKey
 from tidegate.types import Trajectory, to_wire
 
@@ -39,23 +38,10 @@ class GatewayApp:
     """
 
     def __init__(self, gateway: Gateway) -> None:
-        groups, conversations, mcp = ClientGroups(gateway), Conversations(gateway), McpServer(gateway)
+        groups, conversations, mcp = ClientGroups(gateway), Conversations(gateway), tools.McpServer(gateway)
         self._control = _control_plane(gateway, groups, conversations, mcp)
-        endpoints: list[tuple[str, str, ASGIApp]] = [
-            ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
-            ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
-            ("POST", "/responses", DialectEndpoint(gateway, responses, conversations)),
-            ("POST", "/messages", DialectEndpoint(gateway, messages, conversations)),
-            ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
-            ("GET", "/models", ModelsEndpoint(gateway)),
-            ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
-        ]
-        routes = [
-            Route(base + path, endpoint, methods=[method])
-            for base in ("/s/{session_id}/v1", "/v1")
-            for method, path, endpoint in endpoints
-        ]
-        routes += [attempts.finish_route(gateway), *tools.routes(gateway), mcp.route()]
+        routes = endpoints.routes(gateway, conversations)
+        routes += [attempts.finish_route(gateway), *tools.routes(gateway, mcp)]
         routes += clients.routes(gateway, groups, conversations)
         self._data = Router(routes, default=AuthMiddleware(gateway, self._control))
         self._workers = Router(attempts.routes(gateway), default=self._data)
@@ -108,7 +94,7 @@ _OPEN = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-
 
 
 def _control_plane(
-    gateway: Gateway, groups: ClientGroups, conversations: Conversations, mcp: McpServer
+    gateway: Gateway, groups: ClientGroups, conversations: Conversations, mcp: tools.McpServer
 ) -> FastAPI:
 
     @contextlib.asynccontextmanager
@@ -315,3 +301,39 @@ def _add_health(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", response_class=openapi.Exposition)
     async def metrics() -> Response:
         return openapi.Exposition(exposition(collect(gateway)))
+
+
+_ACKS = frozenset({"trained", "stepped", "stale", "filtered", "failed", "cancelled"})
+
+
+def collect(gateway: Gateway) -> Iterator[Metric]:
+    """Yields all metrics of a gateway, for Prometheus."""
+    metrics, groups, pool = gateway.metrics, gateway.groups, gateway.pool
+    engines = pool.engines()
+    sessions = gateway.sessions.all()
+    states = Counter(session.state for session in sessions)
+    conversations = sum(session.conversation is not None and session.ending is None for session in sessions)
+    group_states = Counter(row["state"] for row in schemas.group_rows(gateway.sessions, groups))
+    acked: Counter[str] = Counter()
+    for outcome, number in groups.acked.items():  # any text: bound the number of labels
+        acked[outcome if outcome in _ACKS else "other"] += number
+    ratio = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
+    yield from metrics_of(PREFIX, metrics)
+    yield gauge("tidegate_cache_hit_ratio", ratio)
+    renderers = list(gateway.policies.renderers())
+    yield counter(f"{PREFIX}_shielded_requests", sum(one.escaped_requests for one in renderers))
+    yield counter(f"{PREFIX}_dropped_frames", sum(one.invalidated_templates for one in renderers))
+    yield gauge(f"{PREFIX}_sessions", states, "state")
+    yield gauge(f"{PREFIX}_groups", group_states, "state")
+    yield gauge(f"{PREFIX}_conversations", conversations)
+    yield counter(f"{PREFIX}_groups_sealed", groups.sealed)
+    yield counter(f"{PREFIX}_groups_acked", acked, "outcome")
+    yield gauge(f"{PREFIX}_attempts_queued", gateway.attempts.queued)
+    yield gauge(f"{PREFIX}_workers", sum(row["connected"] for row in gateway.attempts.workers()))
+    yield gauge(f"{PREFIX}_engines", Counter(engine.state for engine in engines), "state")
+    yield gauge(f"{PREFIX}_engine_healthy", {engine.url: engine.healthy for engine in engines}, "engine")
+    yield gauge(f"{PREFIX}_engine_calls", {engine.url: engine.busy for engine in engines}, "engine")
+    yield gauge(f"{PREFIX}_engine_limit", {engine.url: engine.limit for engine in engines}, "engine")
+    yield gauge(f"{PREFIX}_waiting_calls", pool.waiting)
+    yield counter(f"{PREFIX}_engine_errors", pool.errors)
+    yield counter(f"{PREFIX}_continued_calls", pool.continued)

@@ -14,8 +14,7 @@ from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
-from tidegate.gateway.http.response import respond, unless_disconnected
+from tidegate.gateway.http.base import JsonEndpoint, bearer_key, respond, unless_disconnected
 from tidegate.gateway.ids import agents_key, api_key_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_text

@@ -17,8 +17,7 @@ from tidegate.gateway.clients.groups import ClientGroups
 from tidegate.gateway.clients.protection import check_reward
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.json_endpoint import JsonEndpoint, bearer_key
-from tidegate.gateway.http.response import respond
+from tidegate.gateway.http.base import JsonEndpoint, bearer_key, respond
 from tidegate.gateway.ids import api_key_of
 from tidegate.gateway.turns.redaction import redact_text, redact_value
 from tidegate.gateway.turns.request_reader import read_body

@@ -1,31 +1,60 @@
-"""Serves the data plane, which agents call. Raw ASGI, as its overhead counts in every turn."""
+"""Serves the dialects, which agents call. Raw ASGI, as its overhead counts in every turn."""
 
 from __future__ import annotations
 
-import logging
-import math
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import orjson
-from starlette.types import Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.clients.conversations import Conversations
-from tidegate.gateway.dialects import chat, messages
+from tidegate.gateway.dialects import chat, completions, messages, responses
 from tidegate.gateway.dialects.base import Dialect, ParsedRequest, ServedModel
-from tidegate.gateway.errors import ApiError, unknown_model, wrong_project_key
+from tidegate.gateway.errors import ApiError, session_closed
 from tidegate.gateway.gateway import Gateway
-from tidegate.gateway.http.response import ResponseWriter, refuse, respond
-from tidegate.gateway.request import RawBody
+from tidegate.gateway.http.base import (
+    authenticate,
+    client_name,
+    count,
+    internal_error,
+    redacted,
+    refuse,
+    replay,
+    respond,
+    response_start,
+)
+from tidegate.gateway.http.models import CountEndpoint, ModelsEndpoint
 from tidegate.gateway.sessions.model_calls import ModelCall
 from tidegate.gateway.sessions.session import GatewaySession
-from tidegate.gateway.turns.redaction import redact_body, redact_text
-from tidegate.gateway.turns.request_reader import LARGE, ClientGone, RequestReader, read_body
+from tidegate.gateway.turns.redaction import redact_text
+from tidegate.gateway.turns.request_reader import ClientGone, RequestReader, read_body
 
-log = logging.getLogger("tidegate.gateway")
 TRAIN_HEADER = b"x-tidegate-train"
 """Header: `no` exempts the request's turn from training, `yes` trains on it whatever its model name."""
+KEEP_ALIVE_S = 10.0
+_EVENTS = b"text/event-stream; charset=utf-8"
+
+
+def routes(gateway: Gateway, conversations: Conversations) -> list[Route]:
+    """Returns the routes that the keys of sessions and of projects open."""
+    endpoints: list[tuple[str, str, ASGIApp]] = [
+        ("POST", "/chat/completions", DialectEndpoint(gateway, chat, conversations)),
+        ("POST", "/completions", DialectEndpoint(gateway, completions, conversations)),
+        ("POST", "/responses", DialectEndpoint(gateway, responses, conversations)),
+        ("POST", "/messages", DialectEndpoint(gateway, messages, conversations)),
+        ("POST", "/messages/count_tokens", CountEndpoint(gateway)),
+        ("GET", "/models", ModelsEndpoint(gateway)),
+        ("GET", "/models/{name:path}", ModelsEndpoint(gateway)),
+    ]
+    return [
+        Route(base + path, endpoint, methods=[method])
+        for base in ("/s/{session_id}/v1", "/v1")
+        for method, path, endpoint in endpoints
+    ]
 
 
 class DialectEndpoint:
@@ -66,10 +95,7 @@ class DialectEndpoint:
         except Exception as error:  # noqa: BLE001 - logged and returned to the client as an internal error
             await refuse(send, self._dialect, internal_error(session, error), gateway.metrics)
             return
-        policy = gateway.policies.by_name[calls[0].policy]
-        model = ServedModel(policy.model, policy.renderer.token_text, policy.prompts.thought_end)
-        writer = ResponseWriter(session, self._dialect, request, calls, gateway.turns, gateway.metrics, model)
-        await writer.run(receive, send)
+        await ResponseWriter(gateway, session, self._dialect, request, calls).run(receive, send)
 
     def _check_rate(self, client: str | None) -> None:
         """Counts a call of a client's key. Raises ApiError (429) above the key's limit."""
@@ -128,64 +154,170 @@ def _position(dialect: bytes, index: int) -> bytes:
     return b"%b/%d/" % (dialect, index)
 
 
-class CountEndpoint:
-    """`POST …/messages/count_tokens`."""
+class ResponseWriter:
+    """Sends the results of a request's calls; an early disconnect abandons or closes them."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        gateway: Gateway,
+        session: GatewaySession,
+        dialect: Dialect,
+        request: ParsedRequest,
+        calls: Sequence[ModelCall],
+    ) -> None:
+        self._turns, self._metrics = gateway.turns, gateway.metrics
+        self._session = session
+        self._dialect = dialect
+        self._request = request
+        self._calls = calls
+        policy = gateway.policies.by_name[calls[0].policy]
+        self._model = ServedModel(policy.model, policy.renderer.token_text, policy.prompts.thought_end)
+        self._updated = asyncio.Event()
+        self._idle = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, session = self._gateway, None
+    async def run(self, receive: Receive, send: Send) -> None:
+        for call in self._calls:
+            call.listeners.add(self._updated)
+        disconnected = asyncio.ensure_future(receive())  # the only message after a complete request
+        disconnected.add_done_callback(self._on_disconnect)
+        delivered = False
         try:
-            headers = dict(scope["headers"])
-            client = client_name(gateway, scope, headers)
-            if client is None:
-                session = authenticate(gateway, scope, headers)
-            else:  # a prompt of a conversation counts as if it began one
-                session = GatewaySession(id="", key_hash=b"", opened=0.0, deadline=math.inf, client=client)
-            with gateway.bodies.counted(session.affinity.flow, receive) as counted:
-                if gateway.options.redact is not None:
-                    counted = replay(await redacted(gateway, await read_body(counted)), counted)
-                tokens = await self._tokens(session, counted)
-        except ClientGone:
-            return
-        except ApiError as refusal:
-            await refuse(send, messages, refusal, gateway.metrics)
-            return
-        except Exception as error:  # noqa: BLE001 - as above
-            await refuse(send, messages, internal_error(session, error), gateway.metrics)
-            return
-        await respond(send, 200, orjson.dumps({"input_tokens": tokens}))
+            send_reply = self._send_stream if self._request.stream else self._send_body
+            delivered = await send_reply(disconnected, send)
+        finally:
+            for call in self._calls:
+                call.listeners.discard(self._updated)
+                if not delivered:
+                    self._turns.on_disconnect(self._session, call, closed=disconnected.done())
+            disconnected.remove_done_callback(self._on_disconnect)
+            disconnected.cancel()
 
-    async def _tokens(self, session: GatewaySession, receive: Receive) -> int:
-        async with RequestReader(session, self._gateway.turns, self._gateway.threads) as reader:
-            value = await reader.parse(await reader.body(receive))
-            reader.choose(self._gateway.policies.of(value.get("model")).prompts)
-            turn_request = await reader.read(
-                value, messages.read_prompt, lambda request: [request], record_overflow=False
-            )
-            return await reader.count(turn_request)
+    def _on_disconnect(self, _: asyncio.Future[Any]) -> None:
+        self._updated.set()
 
+    async def _send_body(self, disconnected: asyncio.Future[Any], send: Send) -> bool:
+        """Sends one body; returns whether the reply was delivered."""
+        while (refusal := self._refusal()) is None and not (self._done() or disconnected.done()):
+            await self._wait_for_update()
+        if refusal is not None:
+            self._session.note_refusal(refusal)
+            await refuse(send, self._dialect, refusal, self._metrics)
+            return False
+        # Before `_deliver`: a reply that nobody can receive must not count as read.
+        if disconnected.done():
+            return False
+        body = self._request.body(self._calls, self._model)
+        # Before the bytes leave: the client's next request may arrive before `respond` returns.
+        self._deliver()
+        await respond(send, 200, body)
+        self._sent()
+        return True
 
-class ModelsEndpoint:
-    """`GET …/models` and `…/models/{name}`, in Anthropic's format for requests with `anthropic-version`."""
+    async def _send_stream(self, disconnected: asyncio.Future[Any], send: Send) -> bool:
+        """Sends server-sent events; returns whether the complete reply was delivered.
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        dialect = messages if b"anthropic-version" in headers else chat
-        name, models = scope["path_params"].get("name"), self._gateway.policies.models
+        The status is sent with the first token, so that an error before it has its own status, but no later
+        than the first keep-alive.
+        """
+        events = self._request.events(self._calls, self._model)
+        sent_parts = [0] * len(self._calls)
+        started, data = False, b""
+        timer = _IdleTimer(KEEP_ALIVE_S, self._on_idle)
         try:
-            if client_name(self._gateway, scope, headers) is None:
-                authenticate(self._gateway, scope, headers)
-            if name is not None and name not in models:
-                raise unknown_model(name, models)
-        except ApiError as refusal:
-            await refuse(send, dialect, refusal, self._gateway.metrics)
-            return
-        await respond(send, 200, dialect.models([name] if name else models, single=name is not None))
+            while True:
+                done, refusal = self._done(), self._refusal()
+                if refusal is not None:
+                    self._session.note_refusal(refusal)
+                if refusal is not None and not started:
+                    await refuse(send, self._dialect, refusal, self._metrics)
+                    return False
+                if not started and (done or self._idle or any(call.reader.parts for call in self._calls)):
+                    started, data = True, events.start()
+                    await send(response_start(200, _EVENTS, [(b"cache-control", b"no-cache")]))
+                    continue  # the state may have changed while sending
+                for choice, call in enumerate(self._calls):
+                    parts = call.reader.parts[sent_parts[choice] :]
+                    data += b"".join([events.part(choice, part) for part in parts])
+                    sent_parts[choice] += len(parts)
+                if refusal is not None:
+                    count(self._metrics, refusal)
+                    await send({"type": "http.response.body", "body": data + events.error(refusal)})
+                    return False
+                if disconnected.done():
+                    return False
+                if done:
+                    self._deliver()
+                    await send({"type": "http.response.body", "body": data + events.end()})
+                    self._sent()
+                    return True
+                if self._idle and not data:
+                    data = events.ping
+                if data:
+                    self._idle = False
+                    timer.restart()
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = b""
+                    for call, parts_sent in zip(self._calls, sent_parts, strict=True):
+                        call.delivered_parts = max(call.delivered_parts, parts_sent)
+                await self._wait_for_update()
+        finally:
+            timer.cancel()
+
+    async def _wait_for_update(self) -> None:
+        """Waits for more parts, the end of a call, a disconnect or the keep-alive interval."""
+        await self._updated.wait()
+        self._updated.clear()
+
+    def _on_idle(self) -> None:
+        self._idle = True
+        self._updated.set()
+
+    def _done(self) -> bool:
+        return all(call.done for call in self._calls)
+
+    def _refusal(self) -> ApiError | None:
+        """Returns the first error among the calls: if one fails, all do."""
+        for call in self._calls:
+            if call.refusal is not None:
+                return call.refusal
+        closed = self._session.closed
+        if closed is None or not self._done():
+            return None
+        # The session ended between reply and delivery: its record must not change any more.
+        all_delivered = all(call.node is not None and call.node.turn.delivered for call in self._calls)
+        return None if all_delivered else session_closed(closed)
+
+    def _deliver(self) -> None:
+        for call in self._calls:
+            self._turns.deliver(self._session, call)
+
+    def _sent(self) -> None:
+        for call in self._calls:
+            self._turns.on_sent(self._session, call)
+
+
+class _IdleTimer:
+    """Calls `callback` whenever `seconds` pass without a restart."""
+
+    def __init__(self, seconds: float, callback: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._callback = callback
+        self._loop = asyncio.get_running_loop()
+        self._due = self._loop.time() + seconds
+        self._handle = self._loop.call_at(self._due, self._fire)
+
+    def restart(self) -> None:
+        """Runs once per token, so it only moves the due time; the timer is rescheduled when it fires."""
+        self._due = self._loop.time() + self._seconds
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _fire(self) -> None:
+        if self._loop.time() >= self._due:
+            self.restart()
+            self._callback()
+        self._handle = self._loop.call_at(self._due, self._fire)
 
 
 def exemption_reason(
@@ -215,43 +347,6 @@ def untrained_key(gateway: Gateway, session: GatewaySession) -> str | None:
     return None if key.train else f"key {key.name!r}, which is not trained on"
 
 
-def authenticate(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> GatewaySession:
-    """Returns the session of a call's key. Raises ApiError, also if the path names another session."""
-    session_id = _session_id(scope)
-    try:
-        return gateway.sessions.authenticate(_key(headers), session_id)
-    except ApiError:
-        if session_id is None and gateway.keys.required:
-            raise wrong_project_key() from None
-        raise
-
-
-def client_name(gateway: Gateway, scope: Scope, headers: dict[bytes, bytes]) -> str | None:
-    """Returns the name of a call's project key; None for other keys, and for paths that name a session."""
-    return None if _session_id(scope) is not None else gateway.keys.name_of(_key(headers))
-
-
-def _session_id(scope: Scope) -> str | None:
-    session_id: str | None = scope.get("path_params", {}).get("session_id")
-    return session_id
-
-
-def _key(headers: dict[bytes, bytes]) -> str:
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    # Anthropic's clients send `x-api-key`.
-    if scheme.lower() != b"bearer":
-        key = headers.get(b"x-api-key", b"")
-    return key.strip().decode("latin-1")
-
-
-async def redacted(gateway: Gateway, body: RawBody) -> RawBody:
-    """Returns a request body as `gateway.redact` leaves it. Raises ApiError."""
-    redaction = gateway.options.redact
-    if redaction is None:
-        return body
-    return await gateway.threads.run(len(body) > LARGE, redact_body, body, redaction)
-
-
 def _unread(gateway: Gateway, refusal: ApiError) -> ApiError:
     """Returns a refusal as it may be recorded: its text may quote a request that is not redacted, such as
     the name of an unknown field."""
@@ -261,28 +356,8 @@ def _unread(gateway: Gateway, refusal: ApiError) -> ApiError:
     return ApiError(redact_text(str(refusal), redaction), status=refusal.status)
 
 
-def replay(body: RawBody, receive: Receive) -> Receive:
-    """Returns a receive function that replays a body that was read."""
-    messages: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-    async def replayed() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replayed
-
-
 def refused(error: GatewayError) -> ApiError:
     """Returns the error of a call that the gateway cannot serve, such as while its journal's disk is full."""
     status = error.status or 400
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return ApiError(str(error), status=status, type=kind, retryable=status >= 500)
-
-
-def internal_error(session: GatewaySession | None, error: Exception) -> ApiError:
-    """Returns the error for a failure of the gateway itself, which is not counted against the agent."""
-    log.error("internal error while handling a request", exc_info=error)
-    if session is not None:
-        session.engine_error = f"internal gateway error: {error!r}"
-    return ApiError(
-        f"internal gateway error while handling the request ({type(error).__name__}); see the gateway log"
-    )

@@ -1,24 +1,94 @@
 """Turns sampled ids into text truncated at stop strings, reasoning and tool calls.
 
-Streamed and complete replies use the same pipeline, so the recorded reply equals the streamed one.
+Streamed and complete replies use the same pipeline, so the recorded reply equals the streamed one. Parsers
+take text incrementally and return content and calls as soon as they are certain. A malformed or unclosed call
+stays content, which `status` reports. Tool-call formats are in `tidegate.gateway.parsing.tool_calls`.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.parts import Part, Reasoning, ReplyParser, SampledCall, call_wire, find_first
-from tidegate.gateway.parsing.reasoning import ReasoningParser
-from tidegate.gateway.rendering.messages import meaning, template_form
-from tidegate.types import Message
 
+if TYPE_CHECKING:  # the settings import this module, and nothing heavy
+    from tidegate.types import Message
+
+THOUGHT_START, THOUGHT_END = "<think>", "</think>"
 Decode = Callable[[Sequence[int]], str]
 UNFINISHED = "�"
 """The decoded form of an incomplete UTF-8 character."""
 _LONGEST_CHARACTER = 4  # ids; the most bytes of a UTF-8 character
 _WINDOW = 6  # ids of context needed to decode the next ids as within the complete text
+
+
+class SampledCall(NamedTuple):
+    """A parsed call; `arguments` is JSON text, as in the OpenAI API."""
+
+    name: str
+    arguments: str
+
+
+class Reasoning(NamedTuple):
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+Part = str | Reasoning | SampledCall
+"""A piece of content, a piece of reasoning, or a complete call."""
+
+
+class ReplyParser(Protocol):
+    """Parses one reply incrementally."""
+
+    @property
+    def status(self) -> str | None:
+        """The result of parsing the calls, see `Turn.parse`."""
+
+    def feed(self, text: str) -> list[Part]:
+        """Add text; returns the parts that are certain now."""
+
+    def finish(self) -> list[Part]:
+        """End the text; returns the remaining parts."""
+
+
+class ToolUse(NamedTuple):
+    """The tool choice of a request; `name` is the tool that the reply must call."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    name: str | None = None
+    parallel: bool = True
+
+
+class PlainParser:
+    """Returns all text as content."""
+
+    def __init__(self) -> None:
+        self.status: str | None = None
+
+    def feed(self, text: str) -> list[Part]:
+        return [text] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def call_wire(key: str, name: str, arguments: Any) -> dict[str, Any]:
+    """Returns a tool call in the form of the OpenAI API (arguments as text) or of chat templates (a dict)."""
+    return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tool(name: str, description: str, **types: str) -> dict[str, Any]:
+    """Returns the definition of a tool; `types` are the JSON types of its parameters."""
+    properties = {parameter: {"type": kind} for parameter, kind in types.items()}
+    parameters = {"type": "object", "properties": properties}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 class Detokenizer:
@@ -58,6 +128,72 @@ class Detokenizer:
             return self._decode(self._ids[:end])
         context = self._decode(self._ids[self._start : self._done])
         return self._decode(self._ids[self._start : end])[len(context) :]
+
+
+class ReasoningParser:
+    """Splits off reasoning in `<think>…</think>` and passes the text after it to the parser of the answer.
+
+    Some templates end the prompt with `<think>`, so the reply may start inside the block. Text after an
+    unclosed `<think>` is reasoning to the end of the reply. Whitespace around reasoning is dropped.
+    """
+
+    def __init__(self, answer: ReplyParser, opened: bool = False) -> None:
+        self._answer = answer
+        self._opened = opened
+        self._at: Literal["start", "reasoning", "gap", "answer"] = "start"
+        self._held = ""  # a possible prefix of a marker, or whitespace that may be dropped
+        self._any_reasoning = False
+
+    @property
+    def status(self) -> str | None:
+        return self._answer.status
+
+    def feed(self, text: str) -> list[Part]:
+        if self._at == "answer":
+            return self._answer.feed(text)
+        text, self._held = self._held + text, ""
+        if self._at == "start":
+            return self._start(text)
+        return self._reasoning(text) if self._at == "reasoning" else self._gap(text)
+
+    def finish(self) -> list[Part]:
+        rest, self._held = self._held, ""
+        if self._at == "reasoning" or (self._at == "start" and self._opened):
+            return [*self._reasoning_part(rest.rstrip()), *self._answer.finish()]
+        return [*self._answer.feed(rest), *self._answer.finish()]
+
+    def _start(self, text: str) -> list[Part]:
+        """Text before it is certain whether the reply begins with reasoning."""
+        solid = text.lstrip()
+        if len(solid) < len(THOUGHT_START) and THOUGHT_START.startswith(solid):
+            self._held = text
+            return []
+        if self._opened or solid.startswith(THOUGHT_START):
+            self._at = "reasoning"
+            return self._reasoning(solid.removeprefix(THOUGHT_START))
+        self._at = "answer"
+        return self._answer.feed(text)
+
+    def _reasoning(self, text: str) -> list[Part]:
+        reasoning, closed, after = text.partition(THOUGHT_END)
+        if closed:
+            self._at = "gap"
+            return [*self._reasoning_part(reasoning.rstrip()), *self._gap(after)]
+        certain = text[: len(text) - partial_suffix(text, THOUGHT_END)].rstrip()
+        self._held = text[len(certain) :]
+        return self._reasoning_part(certain)
+
+    def _gap(self, text: str) -> list[Part]:
+        text = text.lstrip()
+        if not text:
+            return []
+        self._at = "answer"
+        return self._answer.feed(text)
+
+    def _reasoning_part(self, text: str) -> list[Part]:
+        text = text if self._any_reasoning else text.lstrip()
+        self._any_reasoning = self._any_reasoning or bool(text)
+        return [Reasoning(text)] if text else []
 
 
 class StopCutter:
@@ -186,31 +322,21 @@ def stop_search(new_reader: Callable[[], ReplyReader]) -> Callable[[Sequence[int
     return search
 
 
-def count_read_ids(
-    reader: Callable[[], ReplyReader], ids: Sequence[int], message: Message, first: int = 0
-) -> int | None:
-    """Number of a reply's ids, at least `first`, that a client has read whose copy of the reply is `message`.
-    None if the reply does not begin with `message`. `reader` creates a reader for the reply."""
-
-    def reach(count: int) -> bool:
-        fresh = reader()
-        fresh.push(ids[:count])
-        fresh.finish()
-        return begins_with(fresh.message(), message)
-
-    if not reach(len(ids)):
-        return None
-    return first + bisect.bisect_left(range(first, len(ids)), True, key=reach)
+def partial_suffix(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
+    first, least = marker[0], max(0, len(text) - len(marker) + 1)
+    at = text.find(first, least)
+    while at >= 0:
+        if marker.startswith(text[at:]):
+            return len(text) - at
+        at = text.find(first, at + 1)
+    return 0
 
 
-def begins_with(reply: Message, message: Message) -> bool:
-    complete, partial = template_form(reply, 0), template_form(message, 0)
-    for name in ("content", "reasoning_content"):
-        if not complete.get(name, "").lstrip().startswith(partial.get(name, "").lstrip()):
-            return False
-    calls = partial.get("tool_calls", [])
-    begun, read = (
-        meaning({"role": "assistant", "content": "", "tool_calls": form})
-        for form in (complete.get("tool_calls", [])[: len(calls)], calls)
-    )
-    return begun == read
+def find_first(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
+    """Returns the position of the first marker in a text, and the marker; without one, the number of
+    characters before a possible beginning of one, and None."""
+    matches = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if matches:
+        return min(matches)
+    return len(text) - max((partial_suffix(text, marker) for marker in markers), default=0), None

@@ -16,7 +16,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tidegate.gateway.parsing.parts import call_wire
+from tidegate.gateway.parsing.reply import call_wire
 from tidegate.gateway.rendering.tokenizer import unescape_json
 from tidegate.types import Message
 

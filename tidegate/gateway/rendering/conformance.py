@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import call_wire, function_tool
+from tidegate.gateway.parsing.reply import call_wire, function_tool
 from tidegate.gateway.rendering.renderer import Renderer, Unrenderable
 from tidegate.types import Message
 

@@ -14,9 +14,7 @@ from typing import Any
 import orjson
 
 from tidegate.gateway.errors import ApiError, unsupported
-from tidegate.gateway.nesting import MAX_LEVELS, too_deep
 from tidegate.service import exact
-from tidegate.service.exact import EXACT
 from tidegate.types import Message
 
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
@@ -129,10 +127,10 @@ def _call_form(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise unsupported(where, "only function calls with a name are supported")
     arguments = _read_arguments(function.get("arguments"))
-    if too_deep(arguments):
+    if exact.too_deep(arguments):
         raise ApiError(
-            f"{where}: the arguments of {function['name']!r} are nested more than {MAX_LEVELS} levels deep; "
-            "send flatter ones"[:300],
+            f"{where}: the arguments of {function['name']!r} are nested more than {exact.MAX_LEVELS} levels "
+            "deep; send flatter ones"[:300],
             param="messages",
         )
     function = {"name": function["name"], "arguments": arguments}
@@ -167,6 +165,20 @@ def resemble(recorded: Sequence[Message], sent: Sequence[Message]) -> bool:
         if one["role"] != other["role"] or not alike:
             return False
     return True
+
+
+def begins_with(reply: Message, message: Message) -> bool:
+    """Whether `message` is the beginning of a reply."""
+    complete, partial = template_form(reply, 0), template_form(message, 0)
+    for name in ("content", "reasoning_content"):
+        if not complete.get(name, "").lstrip().startswith(partial.get(name, "").lstrip()):
+            return False
+    calls = partial.get("tool_calls", [])
+    begun, read = (
+        meaning({"role": "assistant", "content": "", "tool_calls": form})
+        for form in (complete.get("tool_calls", [])[: len(calls)], calls)
+    )
+    return begun == read
 
 
 def normalized(messages: Sequence[Message]) -> list[Message]:
@@ -206,9 +218,9 @@ def _calls(form: Message) -> list[tuple[str, Any]] | None:
 def _normalized_numbers(value: Any) -> Any:
     """A JSON value with its numbers as in JavaScript: 1.0 is 1, and an integer above 2^53 is the nearest
     float64."""
-    if isinstance(value, int) and EXACT <= abs(value) < _LARGEST:
+    if isinstance(value, int) and exact.EXACT <= abs(value) < _LARGEST:
         return float(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < exact.EXACT:
         return int(value)
     if isinstance(value, list):
         return [_normalized_numbers(item) for item in value]

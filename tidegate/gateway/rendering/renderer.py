@@ -20,7 +20,7 @@ import numpy as np
 
 from tidegate.errors import StartError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
+from tidegate.gateway.parsing.reply import THOUGHT_END, THOUGHT_START
 from tidegate.gateway.parsing.tool_calls.registry import MARKERS
 from tidegate.gateway.rendering.chat_template import ChatTemplate, with_short_ids
 from tidegate.gateway.rendering.messages import normalized

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from tidegate.gateway.parsing.parts import call_wire, function_tool
+from tidegate.gateway.parsing.reply import call_wire, function_tool
 from tidegate.gateway.rendering.chat_template import ChatTemplate
 from tidegate.service import exact
 from tidegate.types import Message

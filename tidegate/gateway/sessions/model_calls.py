@@ -7,6 +7,7 @@ engine, when its last listener disconnects.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ import numpy as np
 from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, TopRow, trainable_tokens
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.reply import ReplyReader, begins_with, count_read_ids
+from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.rendering.messages import begins_with
 from tidegate.gateway.request import TurnRequest
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, TurnRequestInfo
 from tidegate.turn import CLIENT_CLOSED, Ids, PackedIds, PackedLogprobs, Turn
@@ -147,6 +149,23 @@ class ModelCall:
         if result.experts is not None:
             turn.experts = result.experts[: turn.routed_tokens].reshape(-1)
         return turn
+
+
+def count_read_ids(
+    reader: Callable[[], ReplyReader], ids: Sequence[int], message: Message, first: int = 0
+) -> int | None:
+    """Number of a reply's ids, at least `first`, that a client has read whose copy of the reply is `message`.
+    None if the reply does not begin with `message`. `reader` creates a reader for the reply."""
+
+    def reach(count: int) -> bool:
+        fresh = reader()
+        fresh.push(ids[:count])
+        fresh.finish()
+        return begins_with(fresh.message(), message)
+
+    if not reach(len(ids)):
+        return None
+    return first + bisect.bisect_left(range(first, len(ids)), True, key=reach)
 
 
 def _packed(top: Sequence[TopRow]) -> tuple[PackedIds | None, PackedLogprobs | None]:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tidegate.gateway.parsing.reply import begins_with
-from tidegate.gateway.rendering.messages import chain, resemble, template_form
+from tidegate.gateway.rendering.messages import begins_with, chain, resemble, template_form
 from tidegate.gateway.sessions.history import MAX_HISTORIES, RequestHistories, RequestHistory, branch_reason
 from tidegate.turn import CLIENT_CLOSED, Ids, Turn, spans_within
 from tidegate.types import Message

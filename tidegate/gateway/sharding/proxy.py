@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from tidegate.gateway.http.response import error_response
+from tidegate.gateway.http.base import error_response
 from tidegate.gateway.sharding.fleet import Fleet
 from tidegate.gateway.sharding.shard import Shard, shard_of_id
 from tidegate.service.service import LOOPBACK

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tidegate.errors import GatewayError, TidegateError
 from tidegate.gateway.errors import ApiError, wrong_address
 from tidegate.gateway.http import schemas
-from tidegate.gateway.http.response import error_response, unless_disconnected
+from tidegate.gateway.http.base import error_response, unless_disconnected
 from tidegate.gateway.ids import new_id
 from tidegate.gateway.metrics import PREFIX
 from tidegate.gateway.sharding.fleet import Answer, Fleet, LeaseAggregator, Refused, raise_for_status

@@ -15,9 +15,14 @@ from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.engines.protocol import GenerateRequest
 from tidegate.gateway.errors import context_exceeded, unsupported
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.parsing.parts import PlainParser, ReplyParser
-from tidegate.gateway.parsing.reasoning import THOUGHT_END, THOUGHT_START
-from tidegate.gateway.parsing.reply import ReplyReader, count_read_ids, stop_search
+from tidegate.gateway.parsing.reply import (
+    THOUGHT_END,
+    THOUGHT_START,
+    PlainParser,
+    ReplyParser,
+    ReplyReader,
+    stop_search,
+)
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_start, single_call_stop
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
@@ -30,7 +35,7 @@ from tidegate.gateway.request import (
     narrows,
     token_budget,
 )
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, count_read_ids
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from starlette.types import Message, Receive
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.nesting import MAX_BODY_LEVELS, too_deep
 from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.body_prefixes import MIN_BODY
@@ -30,6 +29,8 @@ from tidegate.gateway.turns.prompts import PolicyRoute, PromptBuilder, Rendered
 from tidegate.service import exact
 
 MAX_BODY = 64 * 2**20
+MAX_BODY_LEVELS = exact.MAX_LEVELS + 20
+"""Levels of a request body, which contains a tool call's arguments within messages."""
 SMALL_BODY = 2**20
 """Limit of the bodies of routes that need no text of a model."""
 HELD_BODIES = MAX_BODY
@@ -138,7 +139,7 @@ def parse(body: RawBody) -> dict[str, Any]:
         raise ApiError(f"the body is not JSON: {error}") from None
     if not isinstance(payload, dict):
         raise ApiError("the body is not a JSON object")
-    if body.count(b"{") + body.count(b"[") > MAX_BODY_LEVELS and too_deep(payload, MAX_BODY_LEVELS):
+    if body.count(b"{") + body.count(b"[") > MAX_BODY_LEVELS and exact.too_deep(payload, MAX_BODY_LEVELS):
         raise ApiError(f"the body is nested more than {MAX_BODY_LEVELS} levels deep; send flatter JSON")
     return payload
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidegate.gateway.errors import unsupported
-from tidegate.gateway.parsing.parts import Part, ReplyParser, SampledCall, ToolUse, find_first
+from tidegate.gateway.parsing.reply import Part, ReplyParser, SampledCall, ToolUse, find_first
 
 Tools = Sequence[Any]
 """The tools of a request, in the format of Chat Completions."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tidegate.gateway.nesting import too_deep
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import Part, SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
 from tidegate.service import exact
 
@@ -48,7 +47,7 @@ def read_call(value: Any) -> SampledCall | None:
 
 def make_call(name: Any, arguments: Any) -> SampledCall | None:
     """Creates a call; None if the name is invalid, or the arguments are no JSON object or nested too deep."""
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or too_deep(arguments):
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict) or exact.too_deep(arguments):
         return None
     try:
         return SampledCall(name, exact.dumps(arguments).decode())
@@ -74,7 +73,7 @@ def _read_hermes(text: str, _: Tools) -> list[SampledCall] | None:
     return all_or_none([read_call(load_json(text))])
 
 
-def json_start(name: str | None, key: str) -> str:
+def _json_start(name: str | None, key: str) -> str:
     """Returns the beginning of a JSON call of the tool `name` whose arguments are under `key`."""
     return '{"name":' if name is None else f'{{"name": {exact.dumps(name).decode()}, "{key}":'
 
@@ -83,7 +82,7 @@ HERMES = ToolCallFormat(
     "hermes",
     _TAGS,
     lambda tools: BlockParser(_read_hermes, tools, *_TAGS),
-    lambda name: _TAGS[0] + "\n" + json_start(name, "arguments"),
+    lambda name: _TAGS[0] + "\n" + _json_start(name, "arguments"),
     call_end=_TAGS[1],
 )
 
@@ -150,4 +149,74 @@ KIMI_K2 = ToolCallFormat(
     (*_KIMI_SECTION, *_KIMI_CALL, _KIMI_ARGUMENTS),
     lambda tools: BlockParser(_read_kimi, tools, *_KIMI_CALL, section=_KIMI_SECTION),
     lambda name: _KIMI_SECTION[0] + _KIMI_CALL[0] + "functions." + (name or ""),
+)
+
+# Llama 3: the reply is `{"name": …, "parameters": {…}}`, or several of these separated by `;`. The tag may
+# precede them, also after text. Without it, a reply that begins with a brace may be a call or a JSON answer,
+# so it is held back until its end
+
+_LLAMA = "<|python_tag|>"
+
+
+def _read_llama(text: str, _: Tools) -> list[SampledCall] | None:
+    return all_or_none([_llama_call(value) for value in _load_json_values(text)])
+
+
+def _load_json_values(text: str) -> list[Any]:
+    """Parses JSON values separated by `;` or whitespace; returns [] if anything else occurs."""
+    values: list[Any] = []
+    rest = text.strip()
+    while rest:
+        try:
+            value, end = DECODER.raw_decode(rest)
+        except (ValueError, RecursionError):
+            return []
+        values.append(value)
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return values
+
+
+def _llama_call(value: Any) -> SampledCall | None:
+    """Reads a call; an object without arguments is taken for a JSON answer."""
+    return read_call(value) if isinstance(value, dict) and value.keys() & ARGUMENTS else None
+
+
+class LlamaParser:
+    """Parses a reply that begins with a brace at its end, and any other incrementally."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._blocks = BlockParser(_read_llama, tools, _LLAMA)
+        self._status: str | None = None
+        self._held = ""
+        self._begun = False
+
+    @property
+    def status(self) -> str | None:
+        return self._status or self._blocks.status
+
+    def feed(self, text: str) -> list[Part]:
+        if self._begun:
+            return self._blocks.feed(text)
+        self._held += text
+        solid = self._held.lstrip()
+        if not solid or solid[0] == "{":
+            return []
+        self._begun, text = True, self._held
+        return self._blocks.feed(text)
+
+    def finish(self) -> list[Part]:
+        if self._begun:
+            return self._blocks.finish()
+        calls = _read_llama(self._held, self._tools)
+        if calls is None:
+            meant_as_call = '"name"' in self._held and any(f'"{key}"' in self._held for key in ARGUMENTS)
+            self._status = "malformed" if meant_as_call else None
+            return [self._held] if self._held else []
+        self._status = "ok"
+        return list(calls)
+
+
+LLAMA3_JSON = ToolCallFormat(
+    "llama3_json", (_LLAMA,), LlamaParser, lambda name: _json_start(name, "parameters")
 )

@@ -12,8 +12,8 @@ import orjson
 
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.parsing.parts import PlainParser, SampledCall, call_wire, function_tool
-from tidegate.gateway.parsing.tool_calls import json_formats, llama3_json, tagged_formats
+from tidegate.gateway.parsing.reply import PlainParser, SampledCall, call_wire, function_tool
+from tidegate.gateway.parsing.tool_calls import json_formats, tagged_formats
 from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat
 
 NONE = ToolCallFormat("none", (), lambda _: PlainParser())
@@ -25,7 +25,7 @@ FORMATS = {
         tagged_formats.GLM45,
         json_formats.DEEPSEEK_V3,
         json_formats.KIMI_K2,
-        llama3_json.LLAMA3_JSON,
+        json_formats.LLAMA3_JSON,
         json_formats.MISTRAL,
         json_formats.GRANITE,
     )

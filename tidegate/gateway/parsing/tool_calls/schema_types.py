@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from tidegate.gateway.nesting import MAX_LEVELS
 from tidegate.service import exact
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -35,7 +34,7 @@ def types_of_property(schema: Any, name: str) -> frozenset[str]:
 
 def _properties(schema: Any, name: str, root: Any, seen: dict[int, None], levels: int = 0) -> Iterator[Any]:
     """Yields the schemas that an object's schema, or its parts, have for a property."""
-    if not isinstance(schema, Mapping) or id(schema) in seen or levels > MAX_LEVELS:
+    if not isinstance(schema, Mapping) or id(schema) in seen or levels > exact.MAX_LEVELS:
         return
     seen[id(schema)] = None
     named = schema.get("properties")
@@ -52,7 +51,7 @@ def _properties(schema: Any, name: str, root: Any, seen: dict[int, None], levels
 def _types(schema: Any, root: Any, known: dict[int, frozenset[str]], levels: int = 0) -> frozenset[str]:
     """Returns the types that a schema permits; empty if it names none. `known` has those of schemas that were
     read, and none for those that refer to themselves."""
-    if not isinstance(schema, Mapping) or levels > MAX_LEVELS:
+    if not isinstance(schema, Mapping) or levels > exact.MAX_LEVELS:
         return _ANY
     if id(schema) in known:
         return known[id(schema)]

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tidegate.gateway.parsing.parts import SampledCall
+from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, Quotes, ToolCallFormat, Tools
 from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, make_call
 from tidegate.gateway.parsing.tool_calls.schema_types import is_text_of, type_of, types_of_property
 from tidegate.service import exact
-from tidegate.service.exact import EXACT
 
 _TAGS = ("<tool_call>", "</tool_call>")
 _WHOLE = re.compile(r"(-?\d+)\.0+")
@@ -56,7 +55,7 @@ def parse_value(text: str, types: frozenset[str]) -> Any:
         value = exact.loads(bare)
     except ValueError:
         return text
-    if whole and isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+    if whole and isinstance(value, float) and value.is_integer() and abs(value) < exact.EXACT:
         return int(value)  # such as 1e3
     allowed = types | (_NUMBERS if types & _NUMBERS or not texts else frozenset())
     return value if not types or type_of(value) in allowed else text
