@@ -253,8 +253,8 @@ lint-deploy: install $(DEPLOY)/.installed $(SKYPILOT)/.installed  ## Dockerfiles
 fuzz: install    ## 100,000 requests that a careless or hostile client may send (minutes)
 	$(BIN)/python -m tests.fuzzing --cases 100000
 
-bench: install   ## every benchmark, one table each
-	@for b in engine step controls async_vs_sync gateway rag; do $(BIN)/python benchmarks/$$b.py || exit 1; done
+bench: install   ## engine, step, gateway and retrieval server, one table each
+	@for b in engine step gateway rag; do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 clean:           ## remove what make created (not your runs)
 	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache build *.egg-info
