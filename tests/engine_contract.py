@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 from tests.integration.engine.engine_http import Client
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
-from tidegate.gateway.engines.reply import read_reply
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, read_reply, request_body
 from tidegate.service.service import Service
 
 LONG = 400

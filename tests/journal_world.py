@@ -25,8 +25,7 @@ from tidegate.gateway.journal import sqlite
 from tidegate.gateway.journal.recovery import load
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
-from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest, digest_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.turn import VersionSpan
 from tidegate.types import to_wire
@@ -218,7 +217,7 @@ class World:
         texts = [await self._reply(call) for call in calls]
         for call in calls if answered else ():
             turns.deliver(session, call)
-            turns.on_sent(session, call)
+            self.gateway.journal.sent(session, call.recorded.turn.index)
         return texts
 
     async def _reply(self, call: ModelCall) -> str:

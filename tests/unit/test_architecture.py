@@ -101,7 +101,7 @@ ALLOWED = {
         "envs.service.scoring",
         "gateway.rendering.conformance",
         "gateway.client",
-        "gateway.engines.reply",
+        "gateway.engines.protocol",
         "gateway.errors",
         "gateway.rendering.renderer",
         "gateway.parsing.tool_calls",

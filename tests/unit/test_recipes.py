@@ -210,7 +210,7 @@ REGISTRATIONS = [
         "\n    @property\n    def routed_tokens(",
         '    prompt_tokens: int = 0\n    """Number of tokens of the whole prompt."""\n',
     ),
-    ("tidegate/gateway/sessions/model_calls.py", "            branch=self.branch,\n", _FILLED),
+    ("tidegate/gateway/sessions/model_calls.py", "            started=self.started,\n", _FILLED),
     ("tidegate/gateway/journal/schema.py", '\n"""Version of this schema;', " + 1"),
     (JOURNAL, '}\n"""A value of each field', '    "prompt_tokens": 3,\n'),
     (JOURNAL, ', 10), "a turn with other', " + 1"),

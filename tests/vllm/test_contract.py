@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.engine_contract import LONG, EngineContract, at_the_beginning, load, recomputed
 from tests.integration.engine.engine_http import Client
 from tests.tiny_tokenizer import make_tokenizer
-from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
-from tidegate.gateway.engines.reply import read_reply
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, read_reply, request_body
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 

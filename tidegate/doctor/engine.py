@@ -14,7 +14,7 @@ import orjson
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok, warning
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.reply import read_version
+from tidegate.gateway.engines.protocol import read_version
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.service.api_key import engine_key
 from tidegate.service.http_client import engine_headers

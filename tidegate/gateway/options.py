@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidegate.gateway.engines.engine import PoolOptions
 from tidegate.gateway.environments.base import EnvironmentService
-from tidegate.gateway.request import StructuredOutput
+from tidegate.gateway.sampling import StructuredOutput
 from tidegate.gateway.sessions.limits import SessionLimits
 from tidegate.gateway.turns.redaction import Redaction
 from tidegate.types import Sampling

@@ -23,7 +23,7 @@ from tests.fakes import eventually, served
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
 from tidegate.gateway.client import GatewayClient
-from tidegate.gateway.engines.protocol import MASS_TOLERANCE
+from tidegate.gateway.engines.reply_lists import MASS_TOLERANCE
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions

@@ -19,8 +19,7 @@ from tests.http_app import served_app
 from tests.integration.gateway.chat_calls import ASK
 from tests.integration.gateway.sdk_stage import finished, opened, stage
 from tidegate.gateway.client import SessionAccess
-from tidegate.gateway.request import TurnRequest, digest_of
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest, digest_of
 
 __all__ = ["stage"]
 
@@ -177,10 +176,10 @@ async def test_a_key_does_not_join_a_call_that_was_abandoned_a_moment_ago(stage:
         session = stage.gateway.sessions.get(access.session_id)
         assert session is not None
         (call,) = session.calls.running
-        before = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
+        before = session.calls.find_repeated(call.request)
         listeners, call.listeners = call.listeners, set()
         stage.gateway.turns.on_disconnect(session, call)
-        after = session.calls.find_repeated(call.digest, call.idempotency_key, retry=False)
+        after = session.calls.find_repeated(call.request)
         call.listeners = listeners
         assert (await left)[0] == 424
     assert before is call

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.request import digest_of
 from tidegate.gateway.sessions.body_prefixes import MAX_SCAN, BodyPrefixes
+from tidegate.gateway.sessions.model_calls import digest_of
 from tidegate.gateway.turns.request_reader import parse
 
 POSITION = b"chat/0/"

@@ -11,8 +11,14 @@ import orjson
 import pytest
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, request_body
-from tidegate.gateway.engines.reply import read_reply, read_version, reply_reader
+from tidegate.gateway.engines.protocol import (
+    GenerateRequest,
+    GenerateResult,
+    read_reply,
+    read_version,
+    reply_reader,
+    request_body,
+)
 from tidegate.turn import VersionSpan
 from tidegate.types import LISTED as PAIR
 

@@ -9,7 +9,7 @@ import pytest
 
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.errors import ApiError, refused_by_engine
-from tidegate.gateway.request import (
+from tidegate.gateway.sampling import (
     RequestedSampling,
     SamplingRules,
     Schema,

@@ -8,8 +8,8 @@ from typing import Any
 
 from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.history import RequestHistories
+from tidegate.gateway.sessions.model_calls import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.request_reader import LARGE, parse, parse_large
 

@@ -25,7 +25,7 @@ from tidegate.gateway.engines.fair_queue import has_room
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.groups.store import ERASED
-from tidegate.gateway.request import RawBody
+from tidegate.gateway.sessions.model_calls import RawBody
 from tidegate.gateway.sessions.session import FinishReport, GatewaySession, SessionRequest
 from tidegate.gateway.turns.request_reader import LARGE
 from tidegate.service.backoff import backoff_s

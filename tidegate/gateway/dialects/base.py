@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession
 
 

@@ -17,8 +17,8 @@ from tidegate.gateway.dialects.base import ServedModel, Usage, finish_reason
 from tidegate.gateway.dialects.fields import get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.reply import UNFINISHED, Part, Reasoning, ToolUse, call_wire
-from tidegate.gateway.request import RequestedSampling, TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession
 
 MAX_CHOICES = 128

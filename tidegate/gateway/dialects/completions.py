@@ -11,8 +11,7 @@ from tidegate.gateway.dialects.base import ServedModel
 from tidegate.gateway.dialects.chat import MAX_CHOICES, READ, ChoiceEvents, ChoicesRequest, choices_of, read_n
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.parsing.reply import Part
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession
 
 error = fields.openai_error

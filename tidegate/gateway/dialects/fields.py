@@ -10,7 +10,7 @@ import orjson
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.reply import ToolUse
 from tidegate.gateway.rendering.messages import in_call_order, unanswered_calls
-from tidegate.gateway.request import RequestedSampling, Schema
+from tidegate.gateway.sampling import RequestedSampling, Schema
 from tidegate.service import exact
 from tidegate.types import Message
 

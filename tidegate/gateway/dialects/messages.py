@@ -14,8 +14,8 @@ from tidegate.gateway.dialects.fields import event, get
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall, ToolUse, call_wire
 from tidegate.gateway.rendering.messages import text_of, text_of_part
-from tidegate.gateway.request import RequestedSampling, TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.service import exact
 from tidegate.types import Message

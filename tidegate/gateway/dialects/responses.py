@@ -19,8 +19,8 @@ from tidegate.gateway.dialects.responses_items import (
 )
 from tidegate.gateway.errors import ApiError, unsupported
 from tidegate.gateway.parsing.reply import Part, Reasoning, SampledCall, ToolUse
-from tidegate.gateway.request import RequestedSampling, TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import TurnNode
 from tidegate.service import exact

@@ -13,8 +13,7 @@ import orjson
 from yarl import URL
 
 from tidegate.errors import EngineError
-from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError
-from tidegate.gateway.engines.reply import read_reply
+from tidegate.gateway.engines.protocol import GenerateResult, RequestRefusedError, read_reply
 from tidegate.service.http_client import (
     DelayTolerantConnector,
     HttpClient,

@@ -10,7 +10,7 @@ from typing import Any
 
 from tidegate.gateway.engines.client import EngineClient, ProbeTimeout
 from tidegate.gateway.engines.engine import DEFAULT_CALLS, EngineEndpoint, PoolOptions
-from tidegate.gateway.engines.reply import read_version
+from tidegate.gateway.engines.protocol import read_version
 from tidegate.service.backoff import backoff_s
 from tidegate.weights.adapter_files import split_label
 

@@ -26,9 +26,9 @@ from tidegate.gateway.engines.protocol import (
     GenerateResult,
     RequestRefusedError,
     SlowEnginesError,
+    reply_reader,
     request_body,
 )
-from tidegate.gateway.engines.reply import reply_reader
 from tidegate.gateway.ids import unique_name
 from tidegate.service.backoff import backoff_s
 from tidegate.turn import VersionSpan

@@ -1,9 +1,15 @@
-"""The engine's wire protocol (SGLang's `/generate`): requests, and results over several calls."""
+"""The engine's wire protocol (SGLang's `/generate`): requests, replies, and results over several calls.
+
+Missing values of a reply are never invented: a token without a logprob is an error, and a version that is not
+a number is unknown.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +17,15 @@ import numpy.typing as npt
 import orjson
 
 from tidegate.errors import EngineError
-from tidegate.gateway.request import continued_seed
-from tidegate.turn import Ids, Logprobs, VersionSpan, spans_within
+from tidegate.gateway.engines.reply_lists import MASS_TOLERANCE, TopRow, read_experts, read_kept, read_top
+from tidegate.gateway.sampling import continued_seed
+from tidegate.turn import Ids, VersionSpan, spans_within
 from tidegate.weights.adapter_files import requested_adapter
 
 NON_RESUMABLE_PARAMS = frozenset(
     {"json_schema", "frequency_penalty", "presence_penalty", "repetition_penalty"}
 )
 """Sampling parameters that depend on the whole reply; an engine sees only the tokens of one call."""
-MASS_TOLERANCE = 1e-4
-"""Probability mass that a grammar may mask while the token still counts as drawn from the policy; recorded
-logprobs are off by at most this much."""
 
 
 class RequestRefusedError(EngineError):
@@ -34,10 +38,6 @@ class RequestRefusedError(EngineError):
 
 class SlowEnginesError(EngineError):
     """The deadline passed while engines served the call or earlier ones; the message tells their load."""
-
-
-TopRow = tuple[Ids, Logprobs]
-"""Likeliest ids and their logprobs, likeliest first; both [k]."""
 
 
 @dataclass(slots=True)
@@ -244,3 +244,106 @@ def _next_expert(request: GenerateRequest, result: GenerateResult) -> int:
     """Index of the token from which on experts are requested by the call that continues after `result`."""
     assert request.experts_start is not None
     return request.experts_start + (0 if result.experts is None else len(result.experts))
+
+
+def read_reply(
+    payload: Any,
+    *,
+    partial: bool = False,
+    top_logprobs: int = 0,
+    sampling_mask: bool = False,
+    routed: int | None = None,
+) -> GenerateResult:
+    """Parse a `/generate` reply, or (`partial`) a cumulative event of its stream. `finish` is "" until the
+    last event; earlier events may omit logprobs, and likeliest and kept ids are read from the last one alone,
+    as are experts: of `routed` tokens before the reply, unless it is None, and of all of the reply but the
+    last. With kept ids, logprobs are those of the distribution over them. Raises EngineError if ids or
+    logprobs are missing or inconsistent, RequestRefusedError if the engine aborted the request with a 4xx
+    status."""
+    meta = payload.get("meta_info") if isinstance(payload, dict) else None
+    if not isinstance(meta, dict):
+        raise EngineError(f"the engine's reply has no meta_info: {str(payload)[:200]}")
+    ids = payload.get("output_ids")
+    pairs = meta.get("output_token_logprobs")
+    finish = _finish(meta.get("finish_reason"))
+    if finish == "abort" and not ids:
+        return GenerateResult(finish=finish)  # aborted before the first token: both lists may be absent
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise EngineError("the engine returned no output_ids")
+    if not finish and not partial:
+        raise EngineError("the engine returned no finish_reason")
+    if not finish and not pairs:
+        return GenerateResult(ids)
+    if not isinstance(pairs, list) or (ids and not pairs):
+        raise EngineError("the engine returned no logprobs; it must honour return_logprob")
+    result = GenerateResult(ids, _logprobs(pairs, ids), _spans(meta.get("weight_versions"), len(ids)), finish)
+    if top_logprobs and finish and ids:
+        result.top = read_top(meta.get("output_top_logprobs"), ids, result.logprobs, top_logprobs)
+    if sampling_mask and finish and ids:
+        result.kept, result.logprobs, result.top = read_kept(meta, ids, result.logprobs, result.top)
+    if routed is not None and finish and ids:
+        result.experts = read_experts(meta.get("routed_experts"), routed + len(ids), finish)
+    masses = meta.get("output_token_masses")
+    if isinstance(masses, list) and all(isinstance(mass, float | int) for mass in masses):
+        result.masses = masses[: len(ids)]
+    cached = meta.get("cached_tokens")
+    result.cached_tokens = cached if type(cached) is int else 0
+    if meta.get("kv_version") is not None:
+        result.kv_version = read_version(meta["kv_version"])
+        if result.kv_version is None:
+            result.spans = []  # the version of tokens from KV entries of unknown age is unknown
+    return result
+
+
+def reply_reader(request: GenerateRequest, result: GenerateResult) -> Callable[..., GenerateResult]:
+    """Returns `read_reply` for the call that continues after `result`."""
+    return partial(
+        read_reply,
+        top_logprobs=request.top_logprobs,
+        sampling_mask=request.sampling_mask,
+        routed=request.routed(result),
+    )
+
+
+def _logprobs(pairs: list[Any], ids: list[int]) -> list[float]:
+    try:
+        values = [float(pair[0]) for pair in pairs]
+        logprob_ids = [pair[1] for pair in pairs]
+    except (TypeError, ValueError, IndexError, KeyError):
+        raise EngineError("the engine returned no logprobs for some tokens") from None
+    if logprob_ids != ids:
+        raise EngineError(f"the engine returned logprobs of {len(pairs)} tokens that are not its output_ids")
+    if not all(map(math.isfinite, values)):
+        raise EngineError("the engine returned no logprobs for some tokens: a value is not finite")
+    return values
+
+
+def _finish(reason: Any) -> str:
+    if reason is None:
+        return ""
+    if not isinstance(reason, dict) or reason.get("type") not in ("stop", "length", "abort"):
+        raise EngineError(f"the engine returned an unknown finish_reason: {str(reason)[:200]}")
+    status = reason.get("status_code")
+    if reason["type"] == "abort" and isinstance(status, int) and 400 <= status < 500:
+        raise RequestRefusedError("the engine", str(reason.get("message")))
+    kind: str = reason["type"]
+    return kind
+
+
+def _spans(wire: Any, length: int) -> list[VersionSpan]:
+    """The well-formed spans; tokens outside them have no known version."""
+    spans = []
+    for span in wire if isinstance(wire, list) else ():
+        version = read_version(span.get("version")) if isinstance(span, dict) else None
+        if version is None or type(span.get("start")) is not int or type(span.get("end")) is not int:
+            continue
+        if 0 <= span["start"] < span["end"] <= length:
+            spans.append(VersionSpan(version, span["start"], span["end"]))
+    return spans
+
+
+def read_version(value: Any) -> int | None:
+    """Parse a policy version: a decimal integer, as text on the wire; None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal():
+        return int(value)
+    return value if type(value) is int and value >= 0 else None

@@ -16,7 +16,7 @@ from tidegate.gateway.dialects.base import Dialect
 from tidegate.gateway.errors import ApiError, wrong_project_key
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.metrics import GatewayMetrics
-from tidegate.gateway.request import RawBody
+from tidegate.gateway.sessions.model_calls import RawBody
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.redaction import redact_body
 from tidegate.gateway.turns.request_reader import LARGE, ClientGone

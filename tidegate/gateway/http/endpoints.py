@@ -165,12 +165,12 @@ class ResponseWriter:
         request: ParsedRequest,
         calls: Sequence[ModelCall],
     ) -> None:
-        self._turns, self._metrics = gateway.turns, gateway.metrics
+        self._turns, self._journal, self._metrics = gateway.turns, gateway.journal, gateway.metrics
         self._session = session
         self._dialect = dialect
         self._request = request
         self._calls = calls
-        policy = gateway.policies.by_name[calls[0].policy]
+        policy = gateway.policies.by_name[calls[0].request.policy]
         self._model = ServedModel(policy.model, policy.renderer.token_text, policy.prompts.thought_end)
         self._updated = asyncio.Event()
         self._idle = False
@@ -293,7 +293,7 @@ class ResponseWriter:
 
     def _sent(self) -> None:
         for call in self._calls:
-            self._turns.on_sent(self._session, call)
+            self._journal.sent(self._session, call.recorded.turn.index)
 
 
 class _IdleTimer:

@@ -1,4 +1,4 @@
-"""Tracks calls: the request for a reply, its generation and its delivery.
+"""Tracks calls: the request, to which every dialect is translated, and its reply's generation and delivery.
 
 A generation runs in its own task, so that an SDK's retry can join it. It is cancelled, and aborted on the
 engine, when its last listener disconnects.
@@ -12,36 +12,71 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
-from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, TopRow, trainable_tokens
+from tidegate.gateway.engines.protocol import GenerateRequest, GenerateResult, trainable_tokens
+from tidegate.gateway.engines.reply_lists import TopRow
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.ids import unique_name
-from tidegate.gateway.parsing.reply import ReplyReader
+from tidegate.gateway.parsing.reply import ReplyReader, ToolUse
 from tidegate.gateway.rendering.messages import begins_with
-from tidegate.gateway.request import TurnRequest
-from tidegate.gateway.sessions.tree import Attachment, TurnNode, TurnRequestInfo
+from tidegate.gateway.sampling import RequestedSampling
+from tidegate.gateway.sessions.tree import Attachment, TurnNode
 from tidegate.turn import CLIENT_CLOSED, Ids, PackedIds, PackedLogprobs, Turn
 from tidegate.types import Message
+
+RawBody = bytes | bytearray
+"""An unparsed request body."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A request for one reply, independent of its dialect."""
+
+    messages: list[Message]
+    sampling: RequestedSampling = field(default_factory=RequestedSampling)
+    tools: list[Any] | None = None
+    tool_use: ToolUse = field(default_factory=ToolUse)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    prompt: str | list[int] | None = None
+    """Raw prompt, sent to the engine unchanged, instead of messages."""
+    parent: int | None = None
+    """Turn that the request names as its predecessor, which decides between turns with equal histories."""
+    stream: bool = False
+    _: KW_ONLY
+    digest: bytes = b""
+    """Hash of the request's position and body, by which a retry is recognised."""
+    idempotency_key: str | None = None
+    exempt: str | None = None
+    """Reason that its turn is not trained on; None if it is."""
+    policy: str = ""
+    """Name of the policy that it chose; empty if there is one only."""
+    retry: bool = False
+    """The client marked the request as a retry."""
+
+
+def digest_of(position: bytes, body: RawBody) -> bytes:
+    """Hashes a body and the position of one TurnRequest in it."""
+    digest = blake2b(position, digest_size=16)
+    digest.update(body)
+    return digest.digest()
 
 
 @dataclass(eq=False, slots=True)
 class ModelCall:
     """A request for one reply, until its turn is recorded and delivered."""
 
-    digest: bytes
+    request: TurnRequest
     attachment: Attachment
     delta: Ids
     new_messages: list[Message]
     engine_request: GenerateRequest
     reader: ReplyReader
     _: KW_ONLY
-    branch: str | None = None
-    policy: str = ""
-    exempt: str | None = None
     structured: str | None = None
-    idempotency_key: str | None = None
     ordinal: int = 0
     """Number of calls that the session had started before it."""
     id: str = field(default_factory=unique_name)
@@ -53,7 +88,6 @@ class ModelCall:
     task: asyncio.Task[None] | None = None
     node: TurnNode | None = None
     refusal: ApiError | None = None
-    cached_tokens: int = 0
     new_reader: Callable[[], ReplyReader] | None = None
     """Creates a reader of this reply from its beginning."""
     delivered_parts: int = 0
@@ -114,10 +148,6 @@ class ModelCall:
             return False
         return begins_with(self.reader.message(), message)
 
-    @property
-    def request(self) -> TurnRequestInfo:
-        return TurnRequestInfo(self.id, self.digest, self.idempotency_key, self.ordinal)
-
     def turn(self, result: GenerateResult) -> Turn:
         top_ids, top_logprobs = _packed(result.top)
         kept = result.kept if self.engine_request.sampling_mask else None
@@ -133,18 +163,17 @@ class ModelCall:
             delivered=False,
             kv_version=result.kv_version,
             cached_tokens=result.cached_tokens,
-            branch=self.branch,
             started=self.started,
             seconds=self.seconds,
             parse=self.reader.status,
-            exempt=self.exempt,
+            exempt=self.request.exempt,
             structured=self.structured,
             output_mask=trainable_tokens(result) if self.structured == "grammar" else None,
             top_ids=top_ids,
             top_logprobs=top_logprobs,
             kept_ids=np.concatenate(kept) if kept else None,
             kept_counts=np.array([len(ids) for ids in kept], dtype=np.int32) if kept else None,
-            policy=self.policy,
+            policy=self.request.policy,
         )
         if result.experts is not None:
             turn.experts = result.experts[: turn.routed_tokens].reshape(-1)
@@ -194,8 +223,8 @@ class SessionModelCalls:
         self.started_calls += 1
         self.running.add(call)
         self._undelivered.append(call)
-        if call.idempotency_key is not None:
-            self._by_idempotency_key[call.idempotency_key] = call
+        if call.request.idempotency_key is not None:
+            self._by_idempotency_key[call.request.idempotency_key] = call
 
     def add_recorded(self, node: TurnNode) -> None:
         """Adds a recorded turn that has no call, after a restart or a failed write, for retries to find."""
@@ -207,12 +236,11 @@ class SessionModelCalls:
         if node.request.idempotency_key is not None:
             self._by_idempotency_key[node.request.idempotency_key] = node
 
-    def find_repeated(
-        self, digest: bytes, idempotency_key: str | None, retry: bool
-    ) -> ModelCall | TurnNode | None:
+    def find_repeated(self, request: TurnRequest) -> ModelCall | TurnNode | None:
         """Returns the call or the recorded turn that a request repeats, or None for a new request. Raises
         ApiError if an idempotency key is reused with another body."""
-        earlier = None if idempotency_key is None else self._by_idempotency_key.get(idempotency_key)
+        key, digest = request.idempotency_key, request.digest
+        earlier = None if key is None else self._by_idempotency_key.get(key)
         if earlier is not None:
             pending = earlier if isinstance(earlier, ModelCall) else None
             if earlier.request.digest != digest:
@@ -222,15 +250,15 @@ class SessionModelCalls:
                 )
             given_up = pending is not None and (pending.refusal or pending.engine_request.closed)
             return None if given_up else earlier
-        if not retry:
+        if not request.retry:
             return None
-        repeated = [call for call in self._undelivered if call.digest == digest]
+        repeated = [call for call in self._undelivered if call.request.digest == digest]
         without_listener = next((call for call in repeated if not call.listeners), None)
         if without_listener is None and self._abandoned[digest] > 0:
             self._abandoned[digest] -= 1  # the retry repeats an abandoned call, which has no reply
             return None
         # Otherwise it is running for a client whose disconnect was not noticed yet.
-        return without_listener or next(iter(repeated), None) or self._find_recorded(digest, idempotency_key)
+        return without_listener or next(iter(repeated), None) or self._find_recorded(digest, key)
 
     def _find_recorded(self, digest: bytes, idempotency_key: str | None) -> TurnNode | None:
         """Returns the recorded turn whose reply a retry missed; None if the client has the reply."""
@@ -251,15 +279,16 @@ class SessionModelCalls:
 
     def on_abandoned(self, call: ModelCall) -> None:
         """Handles a call whose last listener disconnected before the reply."""
-        self._abandoned[call.digest] += 1
+        self._abandoned[call.request.digest] += 1
         self.forget(call)
 
     def on_delivered(self, call: ModelCall) -> None:
         """Replaces a delivered call by its recorded turn, which a retry may still get."""
         self.forget(call)
-        self._delivered[call.digest] = call.recorded
-        if call.idempotency_key is not None:
-            self._by_idempotency_key[call.idempotency_key] = call.recorded
+        node = call.recorded
+        self._delivered[node.request.digest] = node
+        if node.request.idempotency_key is not None:
+            self._by_idempotency_key[node.request.idempotency_key] = node
 
     def on_superseded(self, node: TurnNode) -> None:
         """Handles the retry of a partly delivered reply: the turn is not returned again."""

@@ -238,8 +238,7 @@ class TurnTree:
         """Records a turn and sets its `index` and `branch`; `reply` is the OpenAI message."""
         newest = len(self.nodes) - 1
         turn.index = newest + 1
-        if turn.branch is None:
-            turn.branch = attachment.branch_reason
+        turn.branch = attachment.branch_reason
         if turn.branch is None and newest >= 0 and turn.parent != newest:
             turn.branch = f"parallel: turn {newest} was recorded meanwhile"
         before = 0 if turn.parent is None else self.nodes[turn.parent].length

@@ -23,10 +23,9 @@ from tidegate.gateway.errors import (
 from tidegate.gateway.journal.base import Journal
 from tidegate.gateway.metrics import GatewayMetrics
 from tidegate.gateway.rendering.renderer import LargeText
-from tidegate.gateway.request import RawBody, TurnRequest
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, RawBody, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
-from tidegate.gateway.sessions.tree import TurnNode
+from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
 from tidegate.gateway.turns.prompts import PromptBuilder, Rendered
 from tidegate.turn import CLIENT_CLOSED, Turn
 
@@ -67,7 +66,7 @@ class TurnPipeline:
         # Before the search for a repeated call: the record of a session that has ended must not change.
         session.check_open(now)
         prompts = self.prompts[request.policy]
-        repeated = session.calls.find_repeated(request.digest, request.idempotency_key, request.retry)
+        repeated = session.calls.find_repeated(request)
         # The turn has only the part that was delivered before the client closed the stream; its retry
         # wants a complete reply.
         if isinstance(repeated, TurnNode) and repeated.turn.finish_reason == CLIENT_CLOSED:
@@ -101,9 +100,6 @@ class TurnPipeline:
             self._start(session, call, self._generate(session, call))
         return call
 
-    def check_open(self, session: GatewaySession) -> None:
-        session.check_open(asyncio.get_running_loop().time())
-
     def _start(self, session: GatewaySession, call: ModelCall, work: Coroutine[Any, Any, None]) -> None:
         call.task = asyncio.create_task(work, name=f"call {call.id}")
         call.task.add_done_callback(lambda task: self._on_done(session, call, task))
@@ -118,8 +114,9 @@ class TurnPipeline:
 
     async def _generate(self, session: GatewaySession, call: ModelCall) -> None:
         on_ids = call.on_ids if call.engine_request.stream else None
+        policy = call.request.policy
         # Disruptions of earlier calls do not explain the failure of this one.
-        affinity = session.affinity_of(call.policy, self.prompts[call.policy].policy.engines)
+        affinity = session.affinity_of(policy, self.prompts[policy].policy.engines)
         before, began = affinity.disruptions, asyncio.get_running_loop().time()
         try:
             result = await self._pool.sample(call.engine_request, affinity, session.deadline, on_ids)
@@ -214,7 +211,8 @@ class TurnPipeline:
     def _append(self, session: GatewaySession, call: ModelCall, result: GenerateResult) -> TurnNode:
         turn = call.turn(result)
         prompt, reply = call.engine_request.prompt, call.reader.message()
-        node = session.tree.append(turn, prompt, call.attachment, call.new_messages, reply, call.request)
+        identity = TurnRequestInfo(call.id, call.request.digest, call.request.idempotency_key, call.ordinal)
+        node = session.tree.append(turn, prompt, call.attachment, call.new_messages, reply, identity)
         metrics = self._metrics
         metrics.turns += 1
         metrics.undelivered_turns += 1
@@ -328,9 +326,6 @@ class TurnPipeline:
             if call.delivered_parts and not call.engine_request.closed:
                 self._close(session, call)
         await self.wait_for_closed_streams(session)
-
-    def on_sent(self, session: GatewaySession, call: ModelCall) -> None:
-        self._journal.sent(session, call.recorded.turn.index)
 
 
 def _log_turn(session: GatewaySession, turn: Turn, prompt_tokens: int) -> None:

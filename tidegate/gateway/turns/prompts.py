@@ -27,15 +27,14 @@ from tidegate.gateway.parsing.tool_calls.base import ToolCallFormat, forced_star
 from tidegate.gateway.rendering.messages import template_form
 from tidegate.gateway.rendering.renderer import LargeText, Renderer, Unrenderable
 from tidegate.gateway.rendering.token_bound import TokenBound
-from tidegate.gateway.request import (
+from tidegate.gateway.sampling import (
     RequestedSampling,
     SamplingRules,
     StructuredOutput,
-    TurnRequest,
     narrows,
     token_budget,
 )
-from tidegate.gateway.sessions.model_calls import ModelCall, count_read_ids
+from tidegate.gateway.sessions.model_calls import ModelCall, TurnRequest, count_read_ids
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.sessions.tree import Attachment, TurnNode, prefix_mismatch
 from tidegate.gateway.turns.raw_prompts import attach_raw, raw_ids
@@ -47,14 +46,8 @@ _INLINE = 4096
 """Most characters that are encoded on the event loop, which takes a few milliseconds."""
 
 
-class Rendered(NamedTuple):
-    """The ids that a request adds, and their position in the tree."""
-
-    attachment: Attachment | None
-    """None for a raw prompt, whose position is determined by its ids."""
-    delta: Ids
-    branch: str | None = None
-    """Reason that the template cannot extend the turn that the request follows."""
+Rendered = tuple[Attachment | None, Ids]
+"""The position of a request in the tree, None for a raw prompt (its ids determine it), and its new ids."""
 
 
 class PolicyRoute(NamedTuple):
@@ -170,7 +163,7 @@ class PromptBuilder:
     ) -> ModelCall:
         """Creates a call that may sample up to `remaining_tokens` of the session's budget."""
         request = self._without_unread_options(request)
-        attachment, delta, branch = self._accept(session, rendered)
+        attachment, delta = self._accept(session, rendered)
         if request.prompt is not None:
             request = replace(
                 request, messages=[{"role": "user", "content": self._renderer.decode(delta.tolist())}]
@@ -185,10 +178,10 @@ class PromptBuilder:
         if attachment.parent is not None and prefix_mismatch(
             prompt, session.tree.nodes[attachment.parent].turn, len(delta)
         ):
-            branch = f"drift: the prompt does not start with what turn {attachment.parent} recorded"
-            log.error("session %s: %s; it is recorded as a branch", session.id, branch)
+            reason = f"drift: the prompt does not start with what turn {attachment.parent} recorded"
+            log.error("session %s: %s; it is recorded as a branch", session.id, reason)
             self._metrics.drifted_turns += 1
-            attachment, delta = attachment._replace(parent=None, start=0), prompt
+            attachment, delta = attachment._replace(parent=None, start=0, branch_reason=reason), prompt
         if self.context is not None and len(prompt) >= self.context:
             self._record_overflow(session, len(prompt))
             session.tree.forget_request()
@@ -200,17 +193,13 @@ class PromptBuilder:
             engine_request.experts_start = max(0, len(prompt) - len(delta) - 1)
         self._metrics.rendered_tokens += len(delta)
         return ModelCall(
-            request.digest,
+            request,
             attachment,
             delta,
             request.messages[attachment.start :],
             engine_request,
             reader,
-            branch=branch,
-            policy=self.policy.name,
-            exempt=request.exempt,
             structured=self._sampling_rules.structured(request.sampling, session.split),
-            idempotency_key=request.idempotency_key,
             ordinal=session.calls.started_calls,
             prompt_tokens=len(prompt),
             new_reader=new_reader,
@@ -245,9 +234,9 @@ class PromptBuilder:
                 del params["stop"]
         return engine_request
 
-    def _accept(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids, str | None]:
+    def _accept(self, session: GatewaySession, rendered: Rendered) -> tuple[Attachment, Ids]:
         """Attaches a raw prompt, counts a branch's tokens and marks the parent's reply as received."""
-        attachment, delta = rendered.attachment, rendered.delta
+        attachment, delta = rendered
         if attachment is None:
             attachment, delta = self._attach_raw(session, delta)
         elif attachment.parent is None and session.tree.nodes:
@@ -255,7 +244,7 @@ class PromptBuilder:
         if attachment.parent is not None:
             session.tree.nodes[attachment.parent].quoted = True  # the client received its reply
             self.mark_delivered(session, attachment.parent)
-        return attachment, delta, rendered.branch
+        return attachment, delta
 
     def mark_delivered(self, session: GatewaySession, index: int) -> None:
         if not session.tree.nodes[index].turn.delivered:
@@ -268,19 +257,18 @@ class PromptBuilder:
         attachment = Attachment(node.turn.parent, 0, node.history_hash, None, node.tools_hash)
         engine_request = GenerateRequest(delta[:0], {}, 0, stream=request.stream)
         new_reader = partial(self._reader, request, delta)
-        call = ModelCall(
-            request.digest,
+        return ModelCall(
+            request,
             attachment,
             delta,
             node.new_messages,
             engine_request,
             new_reader(),
-            policy=request.policy,
+            ordinal=node.request.ordinal,
+            id=node.request.id,
+            created=int(node.turn.started),
             new_reader=new_reader,
         )
-        call.id, call.created = node.request.id, int(node.turn.started)
-        call.idempotency_key, call.ordinal = node.request.idempotency_key, node.request.ordinal
-        return call
 
     def _without_unread_options(self, request: TurnRequest) -> TurnRequest:
         options = self._renderer.used_options(request.template_options)
@@ -316,7 +304,7 @@ class PromptBuilder:
         self, session: GatewaySession, request: TurnRequest, attachment: Attachment, max_chars: int | None
     ) -> Rendered:
         """Renders the ids that a request adds to its parent, or a new root if the template prevents that."""
-        tools, options, start, branch = request.tools, request.template_options, attachment.start, None
+        tools, options, start = request.tools, request.template_options, attachment.start
 
         def forms(first: int, end: int | None = None) -> list[Message]:
             return [
@@ -333,11 +321,11 @@ class PromptBuilder:
                     lambda: forms(0, start - 1), reply, forms(start), tools, options, last_id, max_chars
                 )
             except Unrenderable as error:
-                branch = f"template: {error}"
+                attachment = attachment._replace(branch_reason=f"template: {error}")
             else:
-                return Rendered(attachment, delta)
+                return attachment, delta
         root = attachment._replace(parent=None, start=0)
-        return Rendered(root, self._renderer.encode_prompt(forms(0), tools, options, max_chars), branch)
+        return root, self._renderer.encode_prompt(forms(0), tools, options, max_chars)
 
     def _render_raw(
         self, session: GatewaySession, prompt: str | list[int], max_chars: int | None
@@ -348,7 +336,7 @@ class PromptBuilder:
         if self.context is not None and len(ids) >= self.context:
             self._record_overflow(session, len(ids))
             raise context_exceeded(len(ids), self.context)
-        return Rendered(None, raw_ids(ids, self._renderer.codec.vocabulary))
+        return None, raw_ids(ids, self._renderer.codec.vocabulary)
 
     def _attach_raw(self, session: GatewaySession, prompt: Ids) -> tuple[Attachment, Ids]:
         attachment, delta = attach_raw(session.tree, prompt, self.policy.name)

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from tidegate.gateway.errors import ApiError
-from tidegate.gateway.request import RawBody
+from tidegate.gateway.sessions.model_calls import RawBody
 from tidegate.gateway.turns.request_reader import LARGE, parse_large
 from tidegate.service import exact
 from tidegate.tracebacks import where

@@ -20,9 +20,8 @@ from starlette.types import Message, Receive
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.renderer import LargeText
-from tidegate.gateway.request import RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.body_prefixes import MIN_BODY
-from tidegate.gateway.sessions.model_calls import ModelCall
+from tidegate.gateway.sessions.model_calls import ModelCall, RawBody, TurnRequest, digest_of
 from tidegate.gateway.sessions.session import GatewaySession
 from tidegate.gateway.turns.pipeline import TurnPipeline
 from tidegate.gateway.turns.prompts import PolicyRoute, PromptBuilder, Rendered
@@ -298,7 +297,7 @@ class RequestReader:
     async def count(self, request: TurnRequest) -> int:
         """Returns the number of tokens of a request's prompt; the session is not changed. Raises ApiError."""
         prompts, session = self._prompts, self._session
-        self._turns.check_open(session)
+        session.check_open(asyncio.get_running_loop().time())
         try:
             if self._large:
                 raise LargeText
@@ -307,5 +306,6 @@ class RequestReader:
         except LargeText:
             await self._lock()
             rendered = await self._render_in_thread(request, record=False)
-        assert rendered.attachment is not None, "raw prompts are not counted"
-        return len(session.tree.prompt(rendered.attachment.parent, rendered.delta))
+        attachment, delta = rendered
+        assert attachment is not None, "raw prompts are not counted"
+        return len(session.tree.prompt(attachment.parent, delta))

@@ -1,6 +1,6 @@
-"""Defines the internal request to which every dialect is translated, and its sampling parameters.
+"""Determines the sampling parameters of calls.
 
-The parameters follow from the session's settings, the agent's request and the engine's limits. In split
+They follow from the session's settings, the agent's request and the engine's limits. In split
 `train` the session's temperature, top-p, top-k and min-p override the agent's, and penalties are off:
 otherwise the recorded logprobs would belong to a distribution that the trainer cannot compute. The ids that
 top-p, top-k and min-p keep are recorded, so a session may leave these three to the agent. In `eval` the
@@ -17,14 +17,11 @@ from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 from tidegate.gateway.errors import ApiError, context_exceeded
-from tidegate.gateway.parsing.reply import ToolUse
 from tidegate.settings.servers import DEFAULT_KEPT, MAX_KEPT
-from tidegate.types import Message, Sampling, Split
+from tidegate.types import Sampling, Split
 
 log = logging.getLogger("tidegate.gateway")
 
-RawBody = bytes | bytearray
-"""An unparsed request body."""
 StructuredOutput = Literal["text", "grammar"]
 NARROWING = ("top_p", "top_k", "min_p")
 """Parameters that exclude ids and leave the ratios between the others."""
@@ -53,39 +50,6 @@ class RequestedSampling:
     """Penalties that differ from their neutral values, and min-p."""
     _: KW_ONLY
     schema: Schema | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TurnRequest:
-    """A request for one reply, independent of its dialect."""
-
-    messages: list[Message]
-    sampling: RequestedSampling = field(default_factory=RequestedSampling)
-    tools: list[Any] | None = None
-    tool_use: ToolUse = field(default_factory=ToolUse)
-    template_options: dict[str, Any] = field(default_factory=dict)
-    prompt: str | list[int] | None = None
-    """Raw prompt, sent to the engine unchanged, instead of messages."""
-    parent: int | None = None
-    """Turn that the request names as its predecessor, which decides between turns with equal histories."""
-    stream: bool = False
-    _: KW_ONLY
-    digest: bytes = b""
-    """Hash of the request's position and body, by which a retry is recognised."""
-    idempotency_key: str | None = None
-    exempt: str | None = None
-    """Reason that its turn is not trained on; None if it is."""
-    policy: str = ""
-    """Name of the policy that it chose; empty if there is one only."""
-    retry: bool = False
-    """The client marked the request as a retry."""
-
-
-def digest_of(position: bytes, body: RawBody) -> bytes:
-    """Hashes a body and the position of one TurnRequest in it."""
-    digest = blake2b(position, digest_size=16)
-    digest.update(body)
-    return digest.digest()
 
 
 class SamplingRules:
