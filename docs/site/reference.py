@@ -26,7 +26,7 @@ PYTHON_API = {
     "Groups from your own programs": ["tidegate.client.groups"],
     "Sandboxes": ["tidegate.sandbox.sandbox", "tidegate.sandbox.limits", "tidegate.sandbox.verify"],
     "Retrieval": ["tidegate.rag.client"],
-    "Gateway": ["tidegate.gateway.client", "tidegate.gateway.control.rows"],
+    "Gateway": ["tidegate.gateway.client"],
     "Tasks and trajectories": ["tidegate.types", "tidegate.turn"],
     "Errors": ["tidegate.errors"],
 }

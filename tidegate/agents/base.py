@@ -43,7 +43,7 @@ _MAX_TOOL_NAME = 256
 BUILT_IN = {
     "chat": "tidegate.agents.chat:ChatAgent",
     "search": "tidegate.agents.search:SearchAgent",
-    "shell": "tidegate.agents.shell:ShellAgent",
+    "shell": "tidegate.agents.chat:ShellAgent",
     "solver": "tidegate.agents.solver:Solver",
     "command": "tidegate.agents.command:CommandAgent",
     "verifiers": "tidegate.agents.verifiers:VerifiersAgent",

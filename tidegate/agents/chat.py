@@ -1,4 +1,4 @@
-"""The built-in agent `chat`: talks to the model, the environment's tools and its counterpart."""
+"""The built-in agents `chat` and `shell`: talk to the model, the environment's tools and its counterpart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 from tidegate.agents.base import Agent, Session
 from tidegate.errors import ConfigError
 from tidegate.types import TaskView
+
+SHELL_INSTRUCTIONS = (
+    "You work in a Linux shell, with the tool `bash`. Each command starts in the same folder, and only files "
+    "are kept between commands. Look before you change anything. When the task is done, reply without a "
+    "command."
+)
 
 
 class ChatAgent(Agent):
@@ -51,3 +57,18 @@ class ChatAgent(Agent):
                 break
             messages.append(following)
         return content
+
+
+class ShellAgent(ChatAgent):
+    """The agent `chat` with instructions and a limit for work in a shell: until a reply without a command.
+
+    Args:
+        max_turns: Limit of model replies.
+        instructions: System message before the task; an empty text for none.
+
+    Raises:
+        ConfigError: `max_turns` is less than 1.
+    """
+
+    def __init__(self, max_turns: int = 32, instructions: str = SHELL_INSTRUCTIONS) -> None:
+        super().__init__(max_turns, instructions)

@@ -132,8 +132,7 @@ def _options(
 
 def _environments(settings: GatewayCommand, secrets: dict[str, Any]) -> EnvironmentService | None:
     """Returns the environments: those at `env.urls`, or of a service that the gateway starts for itself."""
-    from tidegate.gateway.environments.client import EnvironmentClient
-    from tidegate.gateway.environments.process import OwnedEnvironments
+    from tidegate.gateway.environments.client import EnvironmentClient, OwnedEnvironments
     from tidegate.settings.reading import arguments_of
     from tidegate.settings.servers import EnvCommand
 

@@ -20,7 +20,7 @@ from tests.scripted_llm import scripted_llm
 from tests.service_desk import converse
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.chat import ChatAgent
-from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.gateway.environments.client import OwnedEnvironments
 from tidegate.types import Outcome
 
 SHOP = CustomerService()

@@ -17,7 +17,7 @@ from tests.scripted_judge import Endpoint, graded, judging
 from tests.tiny_tokenizer import make_model_dir
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, GatewayError, RewardError, RewardUnavailableError, StartError
-from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.gateway.environments.client import OwnedEnvironments
 from tidegate.gateway.errors import UNRANKED
 from tidegate.gateway.groups import rewards
 from tidegate.settings.judge import JudgeSettings

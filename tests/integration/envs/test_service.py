@@ -19,8 +19,7 @@ import pytest
 from tests.waiting import eventually
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, StartError
 from tidegate.gateway.environments.base import EpisodeLostError
-from tidegate.gateway.environments.client import EnvironmentClient
-from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.gateway.environments.client import EnvironmentClient, OwnedEnvironments
 from tidegate.service.api_key import ENV_KEY
 from tidegate.service.service import Service
 from tidegate.types import Outcome, Task, Trajectory

@@ -14,9 +14,9 @@ from tests.fakes import staged
 from tests.integration.gateway.test_environments import finished, opened, tool_call_text
 from tests.sandboxes import needs_bubblewrap
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.agents.shell import ShellAgent
+from tidegate.agents.chat import ShellAgent
 from tidegate.envs.shell.sandboxed import NO_OUTPUT
-from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.gateway.environments.client import OwnedEnvironments
 from tidegate.sandbox import open_sandbox
 from tidegate.types import Outcome, Task
 

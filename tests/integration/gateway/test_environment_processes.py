@@ -16,7 +16,7 @@ from tests.integration.envs.test_service import service
 from tests.integration.gateway.test_environments import call, finished, id_of, opened, tool_call_text
 from tests.tiny_tokenizer import make_model_dir
 from tidegate.agents.chat import ChatAgent
-from tidegate.gateway.environments.process import OwnedEnvironments
+from tidegate.gateway.environments.client import OwnedEnvironments
 from tidegate.types import Outcome, Task
 
 

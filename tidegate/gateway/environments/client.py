@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import secrets
+import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -19,6 +23,7 @@ from tidegate.gateway.environments.base import EnvironmentInfo, EpisodeLostError
 from tidegate.service import exact
 from tidegate.service.backoff import back_off
 from tidegate.service.http_client import HttpClient, RedirectError, bearer
+from tidegate.service.service import LOOPBACK, Service
 from tidegate.types import Message, Scored, Task, Trajectory, to_wire
 
 log = logging.getLogger("tidegate.gateway.environments.client")
@@ -30,6 +35,8 @@ UNAVAILABLE_S = 60.0
 MOST_BROKEN = 5
 """Connections lost during a response after which a request fails, as the request may crash the service."""
 FIRST_S, LONGEST_S = 0.05, 2.0
+RESTART_S, LONGEST_RESTART_S = 0.1, 30.0
+"""Delays before an own service is started again."""
 _PADDING = b"\xc0"
 
 
@@ -161,3 +168,58 @@ class EnvironmentClient(HttpClient):
 def _json(task: Task) -> str:
     """Returns a task as JSON, which has integers of any size. Values that it lacks become texts."""
     return json.dumps(task.to_wire(), default=str)
+
+
+class OwnedEnvironments(EnvironmentClient):
+    """A client with a service of its own, `tidegate env serve`, which is started again when it exits.
+
+    A gateway without a run starts it for itself.
+
+    Args:
+        arguments: Arguments of the service.
+        environment: What is passed to it as secrets: the environment's `options`, and others.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, Any]) -> None:
+        key = secrets.token_urlsafe(24)
+        super().__init__([], key)
+        self._directory = tempfile.TemporaryDirectory(prefix="tidegate-env-")
+        self._service = Service(
+            "env",
+            lambda: ["serve", *arguments],
+            Path(self._directory.name),
+            secrets={"key": key, **environment},
+            shares_log=True,
+            host=LOOPBACK,
+        )
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the service; a second call has no effect. Raises StartError."""
+        if self._keeping is not None:  # a second service would serve at the same socket, with other states
+            return
+        self._urls = [await self._service.start()]
+        self._keeping = asyncio.create_task(self._keep(), name="environment service")
+        await super().start()
+
+    async def _keep(self) -> None:
+        while True:
+            why: str | None = await self._service.wait_for_exit()
+            failures = 0
+            while why is not None:
+                log.error("%s; starting it again", why)
+                failures = await back_off(failures, RESTART_S, LONGEST_RESTART_S)
+                try:
+                    await self._service.restart()
+                    why = None
+                except (StartError, OSError) as error:
+                    why = str(error)
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeping
+        await self._service.stop()
+        await asyncio.to_thread(self._directory.cleanup)
+        await super().close()

@@ -1,1 +1,0 @@
-"""Parts of the client of the control plane."""
