@@ -96,12 +96,15 @@ def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> No
             os.kill(child, signal.SIGSTOP)
         run.kill()
         assert all(gone(child) for child in children)
-    dead = held(run_dir)
+    dead, before = held(run_dir), metrics(run_dir)[-1]
     assert dead.groups["live"] > 0
     with training(run_dir, "--trainer.steps=8", "--resume") as run:
         assert run.wait() == 0, run.output()
-    audit = held(run_dir)
-    assert [line["step"] for line in metrics(run_dir)] == list(range(9))
+    audit, lines = held(run_dir), metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert lines[-1]["version"] > before["version"] + 8 - before["step"], (
+        "restored weights have a version of their own"
+    )
     assert audit.groups["trained"] == 8 * 4, "each step of the surviving lineage counts once"
     assert audit.groups["live"] == 0
     assert audit.groups["stepped"] == 0, "what lay behind the marker was put back and ended once more"
@@ -109,6 +112,7 @@ def test_a_killed_trainer_leaves_no_process_and_is_resumed(tmp_path: Path) -> No
     assert len(again) == dead.groups["stepped"] > 0
     assert re.search(r"\d+ continue, \d+ are stale", " ".join(run.output().split()))
     said = " ".join(run.output().split())
+    assert "trainer.steps 1000 → 8" in said
     assert "the ledger is consistent" in said
     assert "the ledger is inconsistent" not in said
 

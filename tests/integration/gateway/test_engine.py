@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,14 +11,18 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-import pytest_asyncio
 import torch
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
-from tests.fakes import eventually, served
+from tests.fakes import served
+from tests.integration.engine.engine_http import serving
 from tests.tiny import make_tiny_model
 from tests.tiny_tokenizer import make_tokenizer
+from tidegate.engine.engine import Engine
+from tidegate.engine.model.model import Model, load_model
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.gateway.client import GatewayClient
 from tidegate.gateway.engines.reply_lists import MASS_TOLERANCE
 from tidegate.gateway.gateway import Gateway
@@ -46,20 +47,19 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return paths
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    announce = tmp_path_factory.mktemp("engine") / "engine.json"
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tidegate", "engine", "--model.path", str(models[0]), "--port", "0",
-        "--announce", str(announce), "--owned", stdin=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        await eventually(lambda: announce.exists() or process.returncode is not None, 60)
-        yield json.loads(announce.read_text())["url"]
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+@pytest.fixture(scope="module")
+def parts(models: list[Path]) -> tuple[EngineOptions, Model, TokenDecoder]:
+    options = EngineOptions(models[0])
+    return options, load_model(options), TokenDecoder.load(models[0])
+
+
+@pytest.fixture
+async def engine(parts: tuple[EngineOptions, Model, TokenDecoder], models: list[Path]) -> AsyncIterator[str]:
+    model = parts[1]
+    model.copy_weights(model.read_weights(models[0]))
+    model.cache.drop()
+    async with serving(Engine(*parts)) as client:
+        yield client.url
 
 
 async def publish(url: str, model: Path, version: int, mode: str) -> None:
@@ -134,7 +134,6 @@ async def interrupted(
         return await client.trajectory(access.session_id), text
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_a_turn_that_straddles_a_publish_is_exact(
@@ -164,13 +163,11 @@ async def test_a_turn_that_straddles_a_publish_is_exact(
         assert after[new.start :].max() < 1e-3
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_likeliest_ids_are_recorded_with_the_probabilities_that_were_sampled(
     engine: str, models: list[Path], tmp_path: Path, stream: bool
 ) -> None:
     """A reply that is continued after an abort, in a session of training; not for evaluations."""
-    await publish(engine, models[0], 0, "retract")
     gateway = Gateway(GatewayOptions(model=models[0], journal=tmp_path))
     async with served(create_app(gateway)) as url, GatewayClient(url) as client:
         await client.add_engine(engine)
@@ -195,14 +192,12 @@ async def test_likeliest_ids_are_recorded_with_the_probabilities_that_were_sampl
     torch.testing.assert_close(values, own.topk(5).values, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_kept_ids_are_recorded_with_logprobs_among_them(
     engine: str, models: list[Path], tmp_path: Path, stream: bool
 ) -> None:
     """A reply that is continued after an abort. Likeliest ids that were not kept have no probability; a call
     that is exempt records none. The agent's own top-k applies."""
-    await publish(engine, models[0], 0, "retract")
     gateway = Gateway(GatewayOptions(model=models[0], journal=tmp_path))
     async with served(create_app(gateway)) as url, GatewayClient(url) as client:
         await client.add_engine(engine)
@@ -263,8 +258,7 @@ async def test_a_reply_under_a_grammar_records_which_tokens_may_be_trained_on(
     [turn], [told] = trajectory.turns, sampled
     assert turn.structured == "grammar"
     ids = torch.tensor([[*trajectory.prompt_ids(turn).tolist(), *turn.output_ids.tolist()]])
-    [span] = turn.version_spans  # the engine may have been given other weights by a test before
-    model = AutoModelForCausalLM.from_pretrained(models[span.version], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(models[0], dtype=torch.float32)
     with torch.no_grad():
         logits = model(ids).logits[0, len(ids[0]) - len(turn.output_ids) - 1 : -1] / 0.7
     own = torch.log_softmax(logits, -1).gather(-1, ids[0, -len(turn.output_ids) :, None])[:, 0].numpy()

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import anthropic
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, AuthenticationError, NotFoundError
 
-from tests.clients.support import BASE_MODEL, NEARLY_GREEDY, TASK, Episode, process
+from tests.clients.support import BASE_MODEL, NEARLY_GREEDY, TASK, Episode
 from tests.fakes import served
+from tests.integration.engine.engine_http import serving
 from tidegate.agents.calculator import calculate
 from tidegate.agents.solver import TOOLS
+from tidegate.engine.engine import Engine
+from tidegate.engine.model.model import Model, load_model
+from tidegate.engine.options import EngineOptions
+from tidegate.engine.requests.detokenizer import TokenDecoder
 from tidegate.gateway.client import GatewayClient, SessionAccess
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
@@ -28,10 +32,9 @@ STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "str
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    announce = tmp_path_factory.mktemp("engine") / "engine.json"
-    with process(announce, "engine", "--model.path", str(BASE_MODEL), "--port=0") as url:
-        yield url
+def parts() -> tuple[EngineOptions, Model, TokenDecoder]:
+    options = EngineOptions(BASE_MODEL)
+    return options, load_model(options), TokenDecoder.load(BASE_MODEL)
 
 
 @dataclass(slots=True)
@@ -56,10 +59,14 @@ class Room:
         return Episode(output, await self.client.trajectory(self.access.session_id))
 
 
-@pytest_asyncio.fixture
-async def room(engine: str) -> AsyncIterator[Room]:
-    gateway = Gateway(GatewayOptions(model=BASE_MODEL, engine_urls=[engine]))
-    async with served(create_app(gateway)) as url, GatewayClient(url) as client:
+@pytest.fixture
+async def room(parts: tuple[EngineOptions, Model, TokenDecoder]) -> AsyncIterator[Room]:
+    parts[1].cache.drop()
+    async with (
+        serving(Engine(*parts)) as engine,
+        served(create_app(gateway := Gateway(GatewayOptions(BASE_MODEL, engine_urls=[engine.url])))) as url,
+        GatewayClient(url) as client,
+    ):
         access = await client.open_session(task=TASK, seed=3, deadline_s=60, sampling=NEARLY_GREEDY)
         key, root = access.api_key, access.base_url.removesuffix("/v1")
         async with (
