@@ -1,7 +1,7 @@
 """`tidegate doctor` finds planted faults and names each, with a real gateway, agents' process and openai SDK.
 
 A fake engine serves the cases that need a certain reply of the model, or a certain fault of the engine. Where
-the processes of the gateway and the environment do not matter, the gateway is in the test's process.
+the processes of the gateway, the environment and the agent do not matter, they are in the test's process.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from tests import REPO
 from tests.fakes import FakeEngine, Fault
 from tests.local_rewards import LocalRewards
 from tests.serving import served
+from tidegate.agents.attempt_runner import AttemptRunner
+from tidegate.agents.base import load_agent
+from tidegate.cli import main
 from tidegate.config import Settings
 from tidegate.doctor.doctor import Examination
 from tidegate.doctor.findings import Finding, Level
@@ -33,6 +36,9 @@ from tidegate.gateway.http.app import create_app
 from tidegate.gateway.options import GatewayOptions
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
+from tidegate.settings.run import AgentSettings
+from tidegate.trainer.processes.agents import AgentProcess
+from tidegate.trainer.processes.provider import GatewayAccess
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.types import Message, Scored, Task, Trajectory
 
@@ -144,15 +150,48 @@ class GatewayHere:
         await self.stack.aclose()
 
 
+class AgentHere(AgentProcess):
+    """Stands for the agents' process."""
+
+    def __init__(self, agent: AgentSettings, gateway: GatewayAccess, directory: Path, name: str) -> None:
+        super().__init__(agent, gateway, directory, name)
+        self.agent, self.gateway = agent, gateway
+        self.ending = asyncio.Event()
+        self.running: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        agent = load_agent(self.agent.use, self.agent.options)
+        runner = AttemptRunner(self.gateway.url, self.gateway.key, agent, 1, lambda _: None)
+        self.running = asyncio.create_task(runner.run(self.ending))
+        return runner.name
+
+    async def wait_for_exit(self) -> str:
+        await self.ending.wait()
+        return "it was stopped"
+
+    async def stop(self) -> None:
+        self.ending.set()
+        if self.running is not None:
+            await self.running
+
+
 @pytest.fixture
 def processes() -> None:
-    """Marks tests with a process of the gateway and of its environment."""
+    """Marks tests with processes of the gateway, of its environment and of the agent."""
+
+
+@pytest.fixture
+def agent_process() -> None:
+    """Marks tests with a process of the agent."""
 
 
 @pytest.fixture(autouse=True)
-def gateway_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "processes" not in request.fixturenames:
-        monkeypatch.setattr(LocalProcesses, "gateway", staticmethod(GatewayHere))
+def parts_here(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "processes" in request.fixturenames:
+        return
+    monkeypatch.setattr(LocalProcesses, "gateway", staticmethod(GatewayHere))
+    if "agent_process" not in request.fixturenames:
+        monkeypatch.setattr("tidegate.doctor.doctor.AgentProcess", AgentHere)
 
 
 @pytest.fixture
@@ -160,7 +199,6 @@ def patient(tmp_path: Path, engine: FakeEngine, renderer: Renderer) -> Patient:
     return Patient(tmp_path, engine, renderer)
 
 
-@pytest.mark.usefixtures("processes")
 async def test_a_valid_setup_has_no_finding(patient: Patient) -> None:
     patient.says(CALL)
     patient.says("#### 2")
@@ -233,6 +271,7 @@ async def test_an_agent_that_hangs(patient: Patient) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("agent_process")
 async def test_an_agent_that_blocks_its_process(patient: Patient) -> None:
     patient.agent = "import time\nasync def agent(task, session): time.sleep(100)"
     patient.settings["agent"]["deadline_s"] = 1
@@ -240,6 +279,7 @@ async def test_an_agent_that_blocks_its_process(patient: Patient) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("agent_process")
 async def test_an_agent_that_ends_its_process(patient: Patient) -> None:
     patient.agent = "import os\nasync def agent(task, session): os._exit(3)"
     found = await patient.examine()
@@ -409,40 +449,40 @@ async def test_an_engine_that_fails_in_the_episode(patient: Patient) -> None:
 
 
 @pytest.mark.usefixtures("processes")
-async def test_a_reward_that_fails_only_on_what_the_agent_says(patient: Patient) -> None:
+async def test_a_port_that_is_taken_does_not_hide_that_a_reward_fails_on_what_the_agent_says(
+    patient: Patient,
+) -> None:
     patient.env = ENV.replace("exact_answer)", "lambda output, answer: 1 / (output != 'So 7') + len(output))")
     patient.says("So 7")
-    found = await patient.examine()
-    assert "'exact' raised ZeroDivisionError" in found["reward_failed"].text
-
-
-@pytest.mark.usefixtures("processes")
-async def test_a_port_that_is_taken_hides_nothing_else(patient: Patient) -> None:
-    patient.agent = "async def agent(task, session): return '#### 2'"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         patient.settings["gateway"] = {"port": taken.getsockname()[1]}
         found = await patient.examine()
-    assert list(found) == ["port_taken", "never_called"]
+    assert list(found) == ["port_taken", "gold_no_better", "reward_failed"]
     assert "the port is taken" in found["port_taken"].text
+    assert "'exact' raised ZeroDivisionError" in found["reward_failed"].text
 
 
 # -- the command
 
 
+@pytest.mark.usefixtures("processes")
 async def test_the_command_tells_in_words_and_ends_with_1(
-    tmp_path: Path, engine: FakeEngine, renderer: Renderer
-) -> None:
+    tmp_path: Path, engine: FakeEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
     engine.replies.append(renderer.encode("It is 12 + 30 of them."))
-    words = ["--agent.use", "mine.py:agent", f'--engine.urls=["{engine.url}"]']
-    check_words(await asyncio.to_thread(doctor, *words, cwd=tmp_path), "gateway.log")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = ["doctor", "--agent.use", "mine.py:agent", f'--engine.urls=["{engine.url}"]']
+    assert await asyncio.to_thread(main, words) == 1
+    check_words(capsys.readouterr().out, "gateway.log")
 
 
-def check_words(done: subprocess.CompletedProcess[str], log: str) -> None:
-    assert done.returncode == 1
-    assert "ERROR    your agent raised KeyError: 'knowledge'" in done.stdout
-    assert "\n1 error" in done.stdout
-    logs = Path(done.stdout.strip().rpartition("logs: ")[2])
+def check_words(said: str, log: str) -> None:
+    assert "ERROR    your agent raised KeyError: 'knowledge'" in said
+    assert "\n1 error" in said
+    logs = Path(said.strip().rpartition("logs: ")[2])
     assert (logs / log).is_file()
 
 
@@ -474,7 +514,9 @@ def test_the_command_without_arguments_has_no_finding(tmp_path: Path) -> None:
 def test_the_command_tells_in_words_with_an_engine_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def agent(task, session): raise KeyError('knowledge')")
     words = ["--agent.use", "mine.py:agent", "--sampling.max_tokens", "8"]
-    check_words(doctor(*words, cwd=tmp_path), "engine.log")
+    done = doctor(*words, cwd=tmp_path)
+    assert done.returncode == 1
+    check_words(done.stdout, "engine.log")
 
 
 @pytest.mark.slow

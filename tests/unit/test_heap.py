@@ -5,10 +5,13 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
-from tests.e2e.runs import REPO
+from tests import REPO
+from tidegate.config import TrainerSettings
+from tidegate.trainer.policy import policy
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="they are settings of glibc")
 MEASURE = """
@@ -22,7 +25,7 @@ def fill(size, number):  # small blocks between the large ones prevent that free
 kept = []
 """
 RETURNED = """
-from tidegate.gateway.server import return_freed_memory
+from tidegate.service.heap import return_freed_memory
 if sys.argv[1] == "set":
     return_freed_memory()
 before = megabytes()
@@ -32,10 +35,9 @@ print(megabytes() - before)
 """
 SHARED = """
 from concurrent.futures import ThreadPoolExecutor
+from tidegate.service.heap import share_one_heap
 if sys.argv[1] == "set":
-    from tidegate.config import TrainerSettings
-    from tidegate.trainer.policy.policy import Policy
-    Policy.load(Path("examples/tiny_base/model"), TrainerSettings())
+    share_one_heap()
 threads = [ThreadPoolExecutor(1) for _ in range(6)]
 bytearray(b"x") * (20 * 2**20)
 before = megabytes()
@@ -54,5 +56,12 @@ def test_large_blocks_are_returned_to_the_system_when_they_are_freed() -> None:
     assert growth(RETURNED, "default") > 100 > 20 > growth(RETURNED, "set")
 
 
-def test_threads_that_train_allocate_from_one_heap() -> None:
+def test_threads_allocate_from_one_heap() -> None:
     assert growth(SHARED, "default") > 100 > 60 > growth(SHARED, "set")
+
+
+def test_a_process_that_loads_a_policy_has_one_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Mock()
+    monkeypatch.setattr(policy, "share_one_heap", shared)
+    policy.Policy.load(REPO / "examples" / "tiny_base" / "model", TrainerSettings())
+    shared.assert_called_once_with()
