@@ -17,12 +17,14 @@ import pytest
 from aiohttp import web
 
 from tests import REPO
-from tests.gsm8k_data import GSM8K, needs_gsm8k
 from tests.http_app import served_app
 from tests.scripted_llm import scripted_llm
 from tidegate.cli import main
 from tidegate.errors import ConfigError
 from tidegate.evaluation.attempts import ModelEndpoint, describe_endpoint
+from tidegate.evaluation.evaluate import _line
+from tidegate.evaluation.sampler import SampledEpisode
+from tidegate.types import Outcome, Task, Trajectory
 
 TINY = REPO / "examples" / "tiny_base" / "model"
 
@@ -101,13 +103,6 @@ def episodes(directory: Path) -> list[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- gold answers
-
-
-@needs_gsm8k
-def test_the_gold_answers_of_gsm8k(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "--env.use", "gsm8k", "--gold", f"--env.options.path={GSM8K}"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"train +7,473 of 7,473\n +held-out +1,319 of 1,319\n8,792 of 8,792\n$", out)
 
 
 def test_a_gold_answer_that_is_refused_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,14 +332,10 @@ def test_the_agent_is_given_the_endpoint_and_its_key(
     assert "sk-1" not in (tmp_path / "out" / "results.json").read_text()
 
 
-def test_an_answer_that_json_lacks_is_kept_as_text(tmp_path: Path, agents: Path) -> None:
-    (tmp_path / "twins.py").write_text(TWINS.replace('f"{word}")', "{2: 70})"))
-    words = [
-        "eval", "--url", "http://there/v1", "--model", "m", "--env.use", f"{tmp_path / 'twins.py'}:Twins",
-        "--sets", "main", "--agent.use", f"{agents}:access", "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
-    assert main(words) == 0
-    assert [one["answer"] for one in episodes(tmp_path / "out")] == [repr({2: 70})] * 2
+def test_an_answer_that_json_lacks_is_kept_as_text() -> None:
+    trajectory = Trajectory("s", "t", "twins", "eval", Outcome.COMPLETED, [])
+    episode = SampledEpisode("", Task("t", "twins", [], {2: 70}), 0, trajectory)
+    assert json.loads(_line(episode, 1.0))["answer"] == repr({2: 70})
 
 
 def test_an_endpoint_that_is_not_there_ends_it_soon(
@@ -443,10 +434,11 @@ def alive(address: Path) -> bool:
     return Path(f"/proc/{json.loads(address.read_text())['pid']}").exists()
 
 
-async def test_a_run_is_evaluated_with_its_own_agent_and_environment(run_dir: Path) -> None:
-    code, printed, err = await cli(str(run_dir), "--n", "2", "--sets", "main", "--json")
-    assert code == 0, err
-    results = json.loads(printed)
+def test_a_run_is_evaluated_with_its_own_agent_and_environment(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(run_dir), "--n", "2", "--sets", "main", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)
     assert results["target"].endswith("run/checkpoints/step_10")
     assert results["directory"] == str(run_dir / "evals" / "1")
     found = results["sets"]["main"]
