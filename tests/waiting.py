@@ -18,11 +18,12 @@ async def eventually(wanted: Callable[[], Any], timeout_s: float = 10.0) -> None
             await asyncio.sleep(0.005)
 
 
-def announced(file: Path, process: subprocess.Popen[Any], timeout_s: float = 60.0) -> str:
-    """The URL that a server process writes once it serves."""
+def announced(file: Path, process: subprocess.Popen[Any] | None = None, timeout_s: float = 60.0) -> str:
+    """The URL that a server writes once it serves; fails if it has a process that ends before."""
     deadline = time.monotonic() + timeout_s
     while not file.exists():
-        assert process.poll() is None, f"{process.args} ended with status {process.returncode}"
-        assert time.monotonic() < deadline, f"{process.args} does not serve after {timeout_s:g} s"
+        if process is not None:
+            assert process.poll() is None, f"{process.args} ended with status {process.returncode}"
+        assert time.monotonic() < deadline, f"{file} is not there after {timeout_s:g} s"
         time.sleep(0.02)
     return str(json.loads(file.read_text())["url"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import subprocess
-import sys
+import os
+import signal
+import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +18,11 @@ import transformers
 
 from tests.tiny import make_tiny_model
 from tests.waiting import announced
-from tidegate.engine.model.model import load_model
+from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
+from tidegate.engine.scheduling.slots import Slots
 from tidegate.engine.server.server import serve
-from tidegate.errors import StartError
+from tidegate.errors import EngineError, StartError
 from tidegate.service.serve import Listen, bind
 from tidegate.weights import checksum
 
@@ -143,37 +146,6 @@ def test_weights_that_are_not_those_that_were_written_are_refused_at_the_start(t
         load_model(EngineOptions(tmp_path))
 
 
-SERVE = """
-import sys
-from pathlib import Path
-from tidegate.engine.options import EngineOptions
-from tidegate.engine.server.server import serve
-from tidegate.service.serve import Listen
-{before}
-serve(EngineOptions(Path(sys.argv[1]), max_context=512), Listen(announce=Path(sys.argv[2]), owned=True))
-"""
-DIES_AT_STEP_20 = """
-from tidegate.engine.model.model import Model
-decode = Model.decode
-steps = 0
-def dying(self, slots):
-    global steps
-    steps += 1
-    if steps > 20:
-        raise RuntimeError("planted fault")
-    return decode(self, slots)
-Model.decode = dying
-"""
-
-
-def start(tmp_path: Path, before: str = "") -> tuple[subprocess.Popen[str], str]:
-    make_tiny_model(tmp_path / "model", hidden=32)
-    announce = tmp_path / "engine.json"
-    command = [sys.executable, "-c", SERVE.format(before=before), str(tmp_path / "model"), str(announce)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return process, announced(announce, process)
-
-
 def generate(url: str, tokens: int) -> tuple[int, Any]:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": tokens}}
     headers = {"Content-Type": "application/json"}
@@ -185,31 +157,31 @@ def generate(url: str, tokens: int) -> tuple[int, Any]:
         return error.code, json.load(error)
 
 
-def test_an_owned_engine_ends_with_its_parent(tmp_path: Path) -> None:
-    process, url = start(tmp_path)
-    try:
-        assert generate(url, 5)[0] == 200
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(15) == 0
-    finally:
-        process.kill()
-        process.wait()
+def test_when_the_scheduler_dies_requests_get_errors_and_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_tiny_model(tmp_path / "model", hidden=32)
+    announce, steps, decode = tmp_path / "engine.json", itertools.count(), Model.decode
 
+    def dying(self: Model, slots: Slots) -> Any:
+        if next(steps) == 20:
+            raise RuntimeError("planted fault")
+        return decode(self, slots)
 
-def test_when_the_scheduler_dies_requests_get_errors_and_the_process_ends(tmp_path: Path) -> None:
-    process, url = start(tmp_path, DIES_AT_STEP_20)
-    try:
-        assert generate(url, 5)[0] == 200
-        with ThreadPoolExecutor(3) as pool:
-            replies = list(pool.map(lambda _: generate(url, 200), range(3)))
-        assert [status for status, _ in replies] == [500] * 3
-        assert all("planted fault" in reply["error"]["message"] for _, reply in replies)
-        assert process.wait(15) not in (0, None)  # on its own: its parent still holds its stdin
-        assert process.stderr is not None
-        log = process.stderr.read()
-        assert "planted fault" in log
-        assert "in dying" in log  # the traceback
-    finally:
-        process.kill()
-        process.wait()
+    monkeypatch.setattr(Model, "decode", dying)
+    with ThreadPoolExecutor(4) as pool:
+
+        def ask() -> list[tuple[int, Any]]:
+            url = announced(announce)
+            return [generate(url, 5), *pool.map(lambda _: generate(url, 200), range(3))]
+
+        asking = pool.submit(ask)
+        late = threading.Timer(60, os.kill, (os.getpid(), signal.SIGINT))
+        late.start()
+        with pytest.raises(EngineError, match="planted fault"):
+            serve(EngineOptions(tmp_path / "model", max_context=512), Listen(announce=announce))
+        late.cancel()
+    replies = asking.result()
+    assert [status for status, _ in replies] == [200, 500, 500, 500]
+    assert all("planted fault" in reply["error"]["message"] for _, reply in replies[1:])
+    assert "in dying" in caplog.text, "the traceback"

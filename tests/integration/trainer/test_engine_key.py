@@ -32,24 +32,18 @@ SETTINGS = Settings.model_validate(
 )
 
 
-@pytest.fixture(scope="module", params=["engine", "teacher"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Service:
-    place = tmp_path_factory.mktemp("run")
-    if request.param == "teacher":
-        return teacher_server(SETTINGS, "teacher", MODEL, place)
-    [engine] = LocalProcesses().engines(SETTINGS, place, lambda: (MODEL, 0))
-    return engine
-
-
 @pytest.fixture
-async def url(server: Service) -> AsyncIterator[str]:
+async def server(tmp_path: Path) -> AsyncIterator[Service]:
+    [engine] = LocalProcesses().engines(SETTINGS, tmp_path, lambda: (MODEL, 0))
     try:
-        yield await server.start()
+        await engine.start()
+        yield engine
     finally:
-        await server.stop()
+        await engine.stop()
 
 
-async def test_only_the_run_reaches_its_engines(url: str, server: Service) -> None:
+async def test_only_the_run_reaches_its_engines(server: Service) -> None:
+    url = server.url
     async with aiohttp.ClientSession() as http:
         for headers in ({}, {"Authorization": "Bearer x"}):
             for path in ("update_weights_from_disk", "generate", "pause_generation", "update_weight_version"):
@@ -89,6 +83,7 @@ def test_engines_need_no_key_that_a_gateway_started_apart_does_not_have(
     settings = Settings.model_validate({**SETTINGS.model_dump(), "gateway": gateway})
     [engine] = LocalProcesses().engines(settings, tmp_path, lambda: (MODEL, 0))
     assert engine._secrets == ({"key": given or "random"} if needed else {})
+    assert teacher_server(settings, "teacher", MODEL, tmp_path)._secrets == {"key": given or "random"}
 
 
 async def test_a_login_in_an_engines_address_is_sent_in_place_of_the_key() -> None:
