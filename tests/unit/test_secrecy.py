@@ -72,15 +72,14 @@ def test_a_process_that_is_shielded_is_read_by_no_other_of_its_user() -> None:
 
 
 @needs_linux
-@pytest.mark.parametrize("shards", [1, 2])
-async def test_a_runs_gateway_keeps_its_key_and_options_secret(opened: Path, shards: int) -> None:
+async def test_a_runs_gateway_keeps_its_key_and_options_secret(opened: Path) -> None:
     model = make_model_dir(opened / "tiny")
     rows = opened / "rows.jsonl"
     rows.write_text(json.dumps({"question": "1+2?", "answer": "3"}) + "\n")
     options = {"path": str(rows), "eval_path": str(rows), "prompt": "question", "system": SECRET}
     raw = {
         "model": {"path": str(model)},
-        "gateway": {"shards": shards},
+        "gateway": {"shards": 2},
         "env": {"use": "dataset", "options": {**options, "answer": "answer", "rewards": ["exact_match"]}},
     }
     journal = opened / "run" / "gateway"

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from tests.waiting import eventually
+from tidegate.cli import main
 from tidegate.errors import ConfigError, RewardError, RewardUnavailableError, StartError
 from tidegate.gateway.environments.base import EpisodeLostError
 from tidegate.gateway.environments.client import EnvironmentClient, OwnedEnvironments
@@ -41,6 +42,22 @@ async def service(name: str, **settings: Any) -> AsyncIterator[OwnedEnvironments
         await environments.close()
 
 
+SHARED = pytest.mark.asyncio(loop_scope="module")
+"""Marks tests that use a service of all of them, each with episodes of its own."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def counter() -> AsyncIterator[OwnedEnvironments]:
+    async with service("Counter") as environments:
+        yield environments
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def acting() -> AsyncIterator[OwnedEnvironments]:
+    async with service("Acting") as environments:
+        yield environments
+
+
 def ended(output: str = "", env: str = "acting", episode: str = "e") -> Trajectory:
     return Trajectory(episode, "t", env, "train", Outcome.COMPLETED, [], output=output)
 
@@ -50,32 +67,34 @@ async def scored(environments: EnvironmentClient, output: str) -> float:
     return (await environments.score(episode, ACTING, ended(output))).reward
 
 
-async def test_an_episode_has_a_state_tools_and_another_side(tmp_path: Path) -> None:
-    async with service("Counter") as env:
-        info = env.info("counter")
-        assert info is not None
-        assert info.stateful
-        assert info.rewards == ["total"]
-        assert [tool["function"]["name"] for tool in info.tools][:2] == ["add", "add_later"]
-        file = tmp_path / "torn_down"
-        task = Task("t", "counter", [], info={"file": str(file)})
-        await env.setup("a", task, 60.0)
-        await env.setup("b", TASK, 60.0)
-        assert (await env.call_tool("a", "add", {"number": 2})).content == "2"
-        assert (await env.call_tool("b", "add", {"number": 1})).content == "1", "each has a state of its own"
-        assert (await env.respond("a", {"role": "assistant", "content": ""})).message == {
-            "role": "user", "content": "more",
-        }  # fmt: skip
-        await env.setup("a", task, 60.0)  # repeated: the state stays
-        assert (await env.call_tool("a", "add", {"number": 3})).content == "5"
-        last = await env.respond("a", {"role": "assistant", "content": ""})
-        assert (last.done, last.message) == (True, {"role": "user", "content": "thanks"})
-        assert (await env.score("a", task, ended(env="counter", episode="a"))).reward == 5.0
-        await env.teardown("a")
-        await env.teardown("a")
-        assert file.read_text() == "5"
-        with pytest.raises(EpisodeLostError, match="the episode has ended"):
-            await env.call_tool("a", "add", {"number": 1})
+@SHARED
+async def test_an_episode_has_a_state_tools_and_another_side(
+    counter: OwnedEnvironments, tmp_path: Path
+) -> None:
+    info = counter.info("counter")
+    assert info is not None
+    assert info.stateful
+    assert info.rewards == ["total"]
+    assert [tool["function"]["name"] for tool in info.tools][:2] == ["add", "add_later"]
+    file = tmp_path / "torn_down"
+    task = Task("t", "counter", [], info={"file": str(file)})
+    await counter.setup("a", task, 60.0)
+    await counter.setup("b", TASK, 60.0)
+    assert (await counter.call_tool("a", "add", {"number": 2})).content == "2"
+    assert (await counter.call_tool("b", "add", {"number": 1})).content == "1", "each has a state of its own"
+    assert (await counter.respond("a", {"role": "assistant", "content": ""})).message == {
+        "role": "user", "content": "more",
+    }  # fmt: skip
+    await counter.setup("a", task, 60.0)  # repeated: the state stays
+    assert (await counter.call_tool("a", "add", {"number": 3})).content == "5"
+    last = await counter.respond("a", {"role": "assistant", "content": ""})
+    assert (last.done, last.message) == (True, {"role": "user", "content": "thanks"})
+    assert (await counter.score("a", task, ended(env="counter", episode="a"))).reward == 5.0
+    await counter.teardown("a")
+    await counter.teardown("a")
+    assert file.read_text() == "5"
+    with pytest.raises(EpisodeLostError, match="the episode has ended"):
+        await counter.call_tool("a", "add", {"number": 1})
 
 
 async def test_what_a_tool_refuses_the_agent_reads() -> None:
@@ -100,23 +119,28 @@ async def test_what_a_tool_refuses_the_agent_reads() -> None:
             await env.respond("a", {"role": "assistant", "content": "bad"})
 
 
-async def test_a_repeated_call_has_one_effect_also_while_the_first_runs() -> None:
-    async with service("Counter") as env:
-        await env.setup("a", TASK, 60.0)
-        calls = [env.call_tool("a", "add", {"number": 1}, key="k") for _ in range(20)]
-        assert {result.content for result in await asyncio.gather(*calls)} == {"1"}
-        slow = [env.call_tool("a", "wait", {"seconds": 0.2}), env.call_tool("a", "add", {"number": 1})]
-        assert [result.content for result in await asyncio.gather(*slow)] == ["done", "2"], "one at a time"
+@SHARED
+async def test_a_repeated_call_has_one_effect_also_while_the_first_runs(counter: OwnedEnvironments) -> None:
+    await counter.setup("repeated", TASK, 60.0)
+    calls = [counter.call_tool("repeated", "add", {"number": 1}, key="k") for _ in range(20)]
+    assert {result.content for result in await asyncio.gather(*calls)} == {"1"}
+    slow = [
+        counter.call_tool("repeated", "wait", {"seconds": 0.2}),
+        counter.call_tool("repeated", "add", {"number": 1}),
+    ]
+    assert [result.content for result in await asyncio.gather(*slow)] == ["done", "2"], "one at a time"
 
 
-async def test_a_setup_that_fails_is_no_fault_of_the_agent_and_is_not_repeated() -> None:
-    async with service("Counter") as env:
-        with pytest.raises(EpisodeLostError, match="setup raised ValueError: no database"):
-            await env.setup("a", Task("t", "counter", [], info={"fails": True}), 60.0)
-        with pytest.raises(EpisodeLostError, match="no database"):
-            await env.call_tool("a", "add", {"number": 1})
-        with pytest.raises(EpisodeLostError, match="no state of the episode unknown: it was restarted"):
-            await env.setup("unknown", TASK, 60.0, create=False)
+@SHARED
+async def test_a_setup_that_fails_is_no_fault_of_the_agent_and_is_not_repeated(
+    counter: OwnedEnvironments,
+) -> None:
+    with pytest.raises(EpisodeLostError, match="setup raised ValueError: no database"):
+        await counter.setup("fails", Task("t", "counter", [], info={"fails": True}), 60.0)
+    with pytest.raises(EpisodeLostError, match="no database"):
+        await counter.call_tool("fails", "add", {"number": 1})
+    with pytest.raises(EpisodeLostError, match="no state of the episode unknown: it was restarted"):
+        await counter.setup("unknown", TASK, 60.0, create=False)
 
 
 async def test_a_setup_that_ends_as_it_is_cancelled_has_its_state_and_its_teardown(tmp_path: Path) -> None:
@@ -132,32 +156,36 @@ def size_of(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-async def test_an_episode_that_ended_before_its_agent_began_begins_again(tmp_path: Path) -> None:
-    async with service("Counter") as env:
-        await env.setup("a", TASK, 60.0)
-        await env.call_tool("a", "add", {"number": 1})
-        await env.teardown("a")
-        await env.setup("a", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 60.0)
-        assert (await env.call_tool("a", "add", {"number": 1})).content == "1"
+@SHARED
+async def test_an_episode_that_ended_before_its_agent_began_begins_again(
+    counter: OwnedEnvironments, tmp_path: Path
+) -> None:
+    await counter.setup("again", TASK, 60.0)
+    await counter.call_tool("again", "add", {"number": 1})
+    await counter.teardown("again")
+    await counter.setup("again", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 60.0)
+    assert (await counter.call_tool("again", "add", {"number": 1})).content == "1"
 
-        running = asyncio.create_task(env.call_tool("a", "add_later", {"number": 5, "seconds": 0.5}))
-        await eventually(lambda: size_of(tmp_path / "gone.begun") == 1)
-        assert (await env.score("a", TASK, ended(env="counter", episode="a"))).reward == 6.0, "after the tool"
-        assert (await running).content == "6"
-        slow = {"number": 10, "seconds": 0.5}
-        calls = [asyncio.create_task(env.call_tool("a", "add_later", slow)) for _ in range(3)]
-        await eventually(lambda: size_of(tmp_path / "gone.begun") == 2)
-        await env.teardown("a")
-        assert (tmp_path / "gone").read_text() == "16", "it waits for the call that runs, and for no other"
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(one) for one in results[1:]] == [EpisodeLostError] * 2
-        assert "the episode has ended" in str(results[1])
+    running = asyncio.create_task(counter.call_tool("again", "add_later", {"number": 5, "seconds": 0.5}))
+    await eventually(lambda: size_of(tmp_path / "gone.begun") == 1)
+    assert (await counter.score("again", TASK, ended(env="counter", episode="again"))).reward == 6.0, (
+        "after the tool"
+    )
+    assert (await running).content == "6"
+    slow = {"number": 10, "seconds": 0.5}
+    calls = [asyncio.create_task(counter.call_tool("again", "add_later", slow)) for _ in range(3)]
+    await eventually(lambda: size_of(tmp_path / "gone.begun") == 2)
+    await counter.teardown("again")
+    assert (tmp_path / "gone").read_text() == "16", "it waits for the call that runs, and for no other"
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(one) for one in results[1:]] == [EpisodeLostError] * 2
+    assert "the episode has ended" in str(results[1])
 
 
-async def test_a_state_is_torn_down_at_its_deadline(tmp_path: Path) -> None:
-    async with service("Counter") as env:
-        await env.setup("a", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 0.2)
-        await eventually((tmp_path / "gone").exists)
+@SHARED
+async def test_a_state_is_torn_down_at_its_deadline(counter: OwnedEnvironments, tmp_path: Path) -> None:
+    await counter.setup("short", Task("t", "counter", [], info={"file": str(tmp_path / "gone")}), 0.2)
+    await eventually((tmp_path / "gone").exists)
 
 
 async def test_a_killed_worker_loses_its_episodes_and_is_replaced() -> None:
@@ -186,16 +214,18 @@ async def test_a_killed_worker_loses_its_episodes_and_is_replaced() -> None:
                 new = int((await env.call_tool(name, "process", {})).content)
 
 
-async def test_a_call_while_a_worker_ends_says_how_it_ended() -> None:
-    async with service("Counter") as env:
-        await env.setup("a", TASK, 60.0)
-        pid = int((await env.call_tool("a", "process", {})).content)
-        child = (await env.call_tool("a", "fork", {})).content  # keeps the stream open past the worker's end
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: not Path(f"/proc/{pid}").exists())
-        with pytest.raises(EpisodeLostError, match="by SIGKILL; the episode's state is lost"):
-            await env.call_tool("a", "add", {"number": 1})
-        await eventually(lambda: not Path(f"/proc/{child}").exists())
+@SHARED
+async def test_a_call_while_a_worker_ends_says_how_it_ended(counter: OwnedEnvironments) -> None:
+    await counter.setup("dies", TASK, 60.0)
+    pid = int((await counter.call_tool("dies", "process", {})).content)
+    child = (
+        await counter.call_tool("dies", "fork", {})
+    ).content  # keeps the stream open past the worker's end
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: not Path(f"/proc/{pid}").exists())
+    with pytest.raises(EpisodeLostError, match="by SIGKILL; the episode's state is lost"):
+        await counter.call_tool("dies", "add", {"number": 1})
+    await eventually(lambda: not Path(f"/proc/{child}").exists())
 
 
 async def test_a_worker_whose_tool_hangs_keeps_its_other_episodes() -> None:
@@ -220,13 +250,15 @@ async def test_rewards_that_queue_are_not_late() -> None:
         assert time.monotonic() - began > 1.0, "the last ones waited for longer than a deadline"
 
 
-async def test_a_judge_that_does_not_respond_is_told_from_a_reward_that_raises() -> None:
-    async with service("Acting") as env:
-        with pytest.raises(RewardUnavailableError, match="Connection refused"):
-            await scored(env, "fetch http://127.0.0.1:9/")
-        with pytest.raises(RewardError, match="ValueError: bad") as raised:
-            await scored(env, "raise bad")
-        assert not isinstance(raised.value, RewardUnavailableError)
+@SHARED
+async def test_a_judge_that_does_not_respond_is_told_from_a_reward_that_raises(
+    acting: OwnedEnvironments,
+) -> None:
+    with pytest.raises(RewardUnavailableError, match="Connection refused"):
+        await scored(acting, "fetch http://127.0.0.1:9/")
+    with pytest.raises(RewardError, match="ValueError: bad") as raised:
+        await scored(acting, "raise bad")
+    assert not isinstance(raised.value, RewardUnavailableError)
 
 
 async def test_rewards_are_computed_by_all_workers(tmp_path: Path) -> None:
@@ -248,26 +280,28 @@ async def test_a_reward_that_hangs_or_ends_its_process_costs_itself_alone() -> N
         assert await scored(env, "fine") == 1.0
 
 
-async def test_a_worker_that_leaves_a_forked_process_is_replaced_and_the_process_ends(tmp_path: Path) -> None:
-    async with service("Acting") as env:
-        async with asyncio.timeout(60.0):
-            with pytest.raises(RewardError, match="exit code 3, 2 times"):
-                await env.score("e", ACTING, ended(f"fork {tmp_path / 'pids'}"))
-            assert await scored(env, "fine") == 1.0
-        children = (tmp_path / "pids").read_text().split()
-        assert len(children) == 2
-        await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+@SHARED
+async def test_a_worker_that_leaves_a_forked_process_is_replaced_and_the_process_ends(
+    acting: OwnedEnvironments, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(60.0):
+        with pytest.raises(RewardError, match="exit code 3, 2 times"):
+            await acting.score("e", ACTING, ended(f"fork {tmp_path / 'pids'}"))
+        assert await scored(acting, "fine") == 1.0
+    children = (tmp_path / "pids").read_text().split()
+    assert len(children) == 2
+    await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
 
 
-async def test_a_repeated_score_joins_the_one_in_progress(tmp_path: Path) -> None:
-    async with service("Acting") as env:
-        note = ended(f"note {tmp_path / 'notes'}")
-        scores = await asyncio.gather(*(env.score("e", ACTING, note) for _ in range(5)))
-        assert {one.reward for one in scores} == {1.0}
-        assert (tmp_path / "notes").read_text() == "scored\n"
-        other = ended(f"note {tmp_path / 'others'}")
-        await asyncio.gather(env.score("e", ACTING, note), env.score("e", ACTING, other))
-        assert (tmp_path / "others").exists(), "the same episode's name, and another trajectory"
+@SHARED
+async def test_a_repeated_score_joins_the_one_in_progress(acting: OwnedEnvironments, tmp_path: Path) -> None:
+    note = ended(f"note {tmp_path / 'notes'}")
+    scores = await asyncio.gather(*(acting.score("e", ACTING, note) for _ in range(5)))
+    assert {one.reward for one in scores} == {1.0}
+    assert (tmp_path / "notes").read_text() == "scored\n"
+    other = ended(f"note {tmp_path / 'others'}")
+    await asyncio.gather(acting.score("e", ACTING, note), acting.score("e", ACTING, other))
+    assert (tmp_path / "others").exists(), "the same episode's name, and another trajectory"
 
 
 async def test_a_reward_that_holds_the_interpreters_lock_fails_alone(tmp_path: Path) -> None:
@@ -324,15 +358,17 @@ async def test_an_environment_that_cannot_be_loaded_is_named(tmp_path: Path) -> 
     await environments.close()
 
 
-async def test_other_processes_need_the_key() -> None:
-    async with service("Acting") as env:
-        stranger = EnvironmentClient([env._service.url], "wrong")
-        with pytest.raises(StartError, match="needs its key"):
-            await stranger.start()
-        await stranger.close()
+@SHARED
+async def test_other_processes_need_the_key(acting: OwnedEnvironments) -> None:
+    stranger = EnvironmentClient([acting._service.url], "wrong")
+    with pytest.raises(StartError, match="needs its key"):
+        await stranger.start()
+    await stranger.close()
 
 
-def test_the_command_tells_in_one_line_why_an_environment_cannot_be_loaded(tmp_path: Path) -> None:
+def test_the_command_tells_in_one_line_why_an_environment_cannot_be_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from tidegate.envs.base import Environment\n"
@@ -341,12 +377,11 @@ def test_the_command_tells_in_one_line_why_an_environment_cannot_be_loaded(tmp_p
         "    def __init__(self):\n"
         "        raise KeyError('style')\n"
     )
-    command = [sys.executable, "-m", "tidegate", "env", "serve", f"{file}:Broken", "--port=0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert main(["env", "serve", f"{file}:Broken", "--port=0"]) == 2
     cause = (
         f"the environment '{file}:Broken' cannot be constructed: KeyError: 'style' ({file}:5, in __init__)"
     )
-    assert (done.returncode, done.stderr) == (2, f"tidegate: {cause}\n")
+    assert capsys.readouterr().err == f"tidegate: {cause}\n"
 
 
 @contextlib.asynccontextmanager
