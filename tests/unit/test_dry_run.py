@@ -438,15 +438,19 @@ def test_a_dry_run_loads_neither_torch_nor_the_users_code(tmp_path: Path) -> Non
     assert sorted(one.name for one in tmp_path.iterdir()) == ["agent.py"]
 
 
+ON_CPU = ["--trainer.device=cpu", "--engine.device=cpu"]
+"""A plan for GPUs imports torch, which takes seconds."""
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["custom_agent/launch.sh"], "874,240 parameters"),
         (["frameworks/launch.sh"], "874,240 parameters"),
         (["gsm8k/launch.sh", "tiny", "data"], "874,240 parameters"),
-        (["gsm8k/launch.sh", "qwen3-0.6b", "data"], "596,049,920 parameters"),
-        (["search/launch.sh", "data", "index"], "596,049,920 parameters"),
-        (["deepresearch/launch.sh", "data", "index"], "596,049,920 parameters"),
+        (["gsm8k/launch.sh", "qwen3-0.6b", "data", *ON_CPU], "596,049,920 parameters"),
+        (["search/launch.sh", "data", "index", *ON_CPU], "596,049,920 parameters"),
+        (["deepresearch/launch.sh", "data", "index", *ON_CPU], "596,049,920 parameters"),
         (["gsm8k/launch-cluster.sh", "data"], "in all: 53 CPU, 8 GPU"),
         (["search/launch-cluster.sh", "data", "index"], "in all: 5 CPU, 2 GPU"),
         (["deepresearch/launch-cluster.sh", "data", "index"], "in all: 6 CPU, 2 GPU"),

@@ -6,14 +6,18 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.turns.request_reader import parse_large
 
 texts = st.text(alphabet='a",[{\\é\n', max_size=12)
-values = st.recursive(texts | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(texts, inner))
+values = st.recursive(
+    texts | st.integers(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
 
 
 def separators(value: Any) -> int:
@@ -24,7 +28,8 @@ def separators(value: Any) -> int:
     return max(1, len(items)) + sum(map(separators, items))
 
 
-@given(st.dictionaries(texts, values), st.booleans())
+@settings(max_examples=50)
+@given(st.dictionaries(texts, values, max_size=3), st.booleans())
 def test_what_texts_hold_does_not_count_as_values(value: dict[str, Any], ascii: bool) -> None:
     body, number = json.dumps(value, ensure_ascii=ascii).encode(), separators(value)
     assert parse_large(body, number) == value
