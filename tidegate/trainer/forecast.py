@@ -6,7 +6,6 @@ import asyncio
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import aiohttp
 
@@ -14,10 +13,8 @@ from tidegate.config import Settings
 from tidegate.errors import EngineError
 from tidegate.settings.evaluation import EvalSettings
 from tidegate.trainer.admission.pace import SHARE
+from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.types import Task
-
-if TYPE_CHECKING:
-    from tidegate.trainer.publish.engine_control import EngineControl
 
 TOKENS = 8
 """Tokens of a reply of the measurement."""
@@ -37,9 +34,6 @@ async def measure_rate(urls: Sequence[str], episodes: int) -> float:
     """
     try:
         async with asyncio.timeout(LIMIT_S), aiohttp.ClientSession() as http:
-            # It imports torch, which a dry run without engines does not load.
-            from tidegate.trainer.publish.engine_control import EngineControl
-
             engines = [EngineControl(url, http) for url in urls]
             await _sample(engines, 1)  # the first one may compile
             single = len(engines) * TOKENS / await _sample(engines, 1)

@@ -1,4 +1,4 @@
-"""Lists the safetensors of a Hugging Face model directory; importable without torch."""
+"""The safetensors of a Hugging Face model directory, and how long they may take; importable without torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ INDEX_FILE = "model.safetensors.index.json"
 """Index of a model with several files."""
 ADAPTER_CONFIG = "adapter_config.json"
 """Config of a LoRA adapter, which is beside its matrices alone."""
+SLOWEST_BYTES_S = 50e6
+"""Lowest accepted transfer rate, in bytes per second; fast networks and disks are ten times faster."""
 
 
 class WeightsError(TidegateError):
     """Weights are missing or belong to another model; nothing was changed."""
+
+
+def transfer_s(size: int) -> float:
+    """Return the seconds that the transfer of so many bytes may take."""
+    return size / SLOWEST_BYTES_S
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.weights.checksum import MODULUS, WORD, Bytes, of_tensor, of_words
+from tidegate.weights.files import transfer_s
 
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 """SGLang's names of backends, and the kind of device whose memory they transfer."""
@@ -26,8 +27,6 @@ _NCCL_LOCK = threading.Lock()
 """Held while an NCCL group is created, which changes an environment variable."""
 JOIN_S = 60.0
 """Timeout of joining a group, on both ends."""
-SLOWEST_BYTES_S = 50e6
-"""Lowest accepted transfer rate, in bytes per second; fast networks and disks are ten times faster."""
 
 
 class WeightsGroup:
@@ -150,10 +149,6 @@ def _environment_variable(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def transfer_s(size: int) -> float:
-    return size / SLOWEST_BYTES_S
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

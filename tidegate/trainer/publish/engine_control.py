@@ -22,8 +22,7 @@ from tidegate.weights.adapter_files import (
     read_headers,
     split_label,
 )
-from tidegate.weights.files import WeightsError, is_adapter
-from tidegate.weights.process_group import transfer_s
+from tidegate.weights.files import WeightsError, is_adapter, transfer_s
 
 CALL_S = 60.0
 """Timeout of a call, besides the time to transfer weights."""

@@ -23,7 +23,7 @@ from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
-from tidegate.weights import process_group
+from tidegate.weights import files
 
 
 @dataclass
@@ -325,7 +325,7 @@ async def test_a_load_may_take_as_long_as_its_bytes(
     stage: Stage, engines: list[ControlEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_control, "CALL_S", 0.5)
-    monkeypatch.setattr(process_group, "SLOWEST_BYTES_S", SIZE / 60)
+    monkeypatch.setattr(files, "SLOWEST_BYTES_S", SIZE / 60)
     engines[0].slow |= {"update_weights_from_disk": 0.6}
     await stage.publisher.publish(1)
     assert [engine.version for engine in engines] == ["1", "1"]
