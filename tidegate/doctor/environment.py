@@ -8,11 +8,11 @@ from typing import Any
 
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok, warning
-from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment, check_reward_timeout, load_environment
 from tidegate.errors import ConfigError
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.rendering.renderer import Renderer
+from tidegate.service.threads import within
 from tidegate.tracebacks import where
 from tidegate.types import Task
 

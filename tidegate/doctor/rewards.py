@@ -11,12 +11,12 @@ import numpy as np
 
 from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
-from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.envs.judge.judge import PART, RewardJudge
 from tidegate.envs.service import scoring
 from tidegate.envs.service.episodes import Episode, EpisodeError
 from tidegate.errors import ConfigError, RewardError
+from tidegate.service.threads import within
 from tidegate.settings.judge import JudgeSettings
 from tidegate.tracebacks import where
 from tidegate.turn import Turn, VersionSpan

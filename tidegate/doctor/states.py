@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from tidegate.doctor.comparison import IncomparableError, difference
 from tidegate.doctor.environment import TASKS, first_tasks
 from tidegate.doctor.findings import Finding, Level, error, note, ok, warning
-from tidegate.doctor.timeout import within
 from tidegate.envs.base import Environment
 from tidegate.envs.service.episodes import Episode, EpisodeError
+from tidegate.service.threads import within
 from tidegate.types import Task
 
 EPISODE_S = 30.0

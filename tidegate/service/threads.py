@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -52,3 +53,35 @@ async def in_thread(call: Callable[[], T], name: str) -> T:
         threads.append(thread)
     thread.start()
     return await future
+
+
+def in_daemon_thread(call: Callable[[], T], name: str) -> Future[T]:
+    """Runs a function in a thread that does not block the exit; returns the future of its result."""
+    done: Future[T] = Future()
+    # A running future cannot be cancelled by its waiter; `set_result` would raise for a cancelled one.
+    done.set_running_or_notify_cancel()
+
+    def work() -> None:
+        nonlocal call
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            done.set_exception(error)
+        else:
+            del call  # what it holds is free before the waiter goes on
+            done.set_result(result)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return done
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns the result of a function that may hang; it goes on in its thread if it takes longer.
+
+    Raises:
+        TimeoutError: There is no result within so many seconds.
+    """
+    try:
+        return in_daemon_thread(call, "limited call").result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(str(error) or f"no reply within {seconds:g} s") from error

@@ -22,8 +22,9 @@ from tidegate.engine.server.http import protocol_app
 from tidegate.engine.validation import PARAMS, RequestError
 from tidegate.errors import EngineError
 from tidegate.service.serve import Listen, bind, run_app
+from tidegate.service.threads import within
 from tidegate.settings.tinker import TinkerService
-from tidegate.tinker.service import connect, read_snapshot, sdk, status_of, unique_name, within
+from tidegate.tinker.service import connect, read_snapshot, sdk, status_of, unique_name
 from tidegate.vllm.model import ModelFiles
 from tidegate.weights.files import WeightsError
 

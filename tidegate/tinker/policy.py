@@ -24,7 +24,8 @@ from tidegate import failpoints
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, ConfigError, StartError, TrainingError
 from tidegate.service.backoff import backoff_s
-from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk, status_of, unique_name, within
+from tidegate.service.threads import within
+from tidegate.tinker.service import SNAPSHOT, connect, read_snapshot, sdk, status_of, unique_name
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.checkpoint.checkpoint import TRAINER_STATE, sync_tree
 from tidegate.trainer.checkpoint.huggingface import tokenizer_files

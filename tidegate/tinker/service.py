@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,27 +100,6 @@ def connect(settings: TinkerService, key: str, *, once_s: float | None = None) -
 
         client.holder.execute_with_retries = send
     return client
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call of the SDK that takes no timeout.
-
-    Raises:
-        TimeoutError: There is no result within so many seconds; the call goes on in its thread.
-    """
-    result: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            result.set_exception(error)
-
-    threading.Thread(target=work, daemon=True, name="tinker").start()
-    try:
-        return result.result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no reply within {seconds:g} s") from error
 
 
 def read_snapshot(directory: Path) -> tuple[str | None, str | None]:

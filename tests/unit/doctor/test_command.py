@@ -18,10 +18,10 @@ from tidegate.config import Settings
 from tidegate.doctor.doctor import Examination
 from tidegate.doctor.engine import judge_reply
 from tidegate.doctor.episode import counted
-from tidegate.doctor.timeout import within
 from tidegate.errors import ConfigError
 from tidegate.gateway.rendering.renderer import Renderer
 from tidegate.scaffold.init import TINY_BASE
+from tidegate.service.threads import within
 
 
 def a_reply(renderer: Renderer) -> dict[str, Any]:

@@ -14,9 +14,7 @@ also reads the files of the first version that it receives, and its checksums af
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import secrets
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tidegate.errors import EngineError
+from tidegate.service.threads import in_daemon_thread
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.weights.checksum import MODULUS
 from tidegate.weights.process_group import HOST, JOIN_S, WeightsGroup, address_towards, checksum
@@ -308,7 +307,8 @@ async def _run_with_engine(
 
     Raises EngineError if either fails; `stop` then aborts the work.
     """
-    working = _in_daemon_thread(work)
+    # NCCL may wait without end for a lost member.
+    working = asyncio.wrap_future(in_daemon_thread(work, "weights"))
     working.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
     try:
         await call
@@ -321,26 +321,6 @@ async def _run_with_engine(
     except (RuntimeError, TimeoutError) as error:
         stop()
         raise EngineError(f"engine {engine.url}: {type(error).__name__}: {error}", retryable=True) from error
-
-
-def _in_daemon_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run work in a thread that does not block exit: NCCL may wait without end for a lost member."""
-    done: concurrent.futures.Future[T] = concurrent.futures.Future()
-    # A running future cannot be cancelled by its waiter; `set_result` would raise for a cancelled one.
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        nonlocal work
-        try:
-            result = work()
-        except BaseException as error:  # noqa: BLE001 - raised to the awaiting task
-            done.set_exception(error)
-        else:
-            del work  # what it holds is free before the awaiting task goes on
-            done.set_result(result)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return asyncio.wrap_future(done)
 
 
 def _ranks_of(engine: EngineControl, info: Mapping[str, Any]) -> tuple[int, str]:
