@@ -5,6 +5,7 @@ Metrics of a step are those of `metrics.jsonl`; docs/metrics.md explains every k
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -43,46 +44,46 @@ class Observer(Protocol):
         """Restores the terminal; may be called twice."""
 
 
-class Silent:
+class ForwardingObserver(ABC):
+    """Hands every call on by its name, in `forward`."""
+
+    @abstractmethod
+    def forward(self, method: str, *arguments: object) -> None: ...
+
+    def started(self, info: Mapping[str, object]) -> None:
+        self.forward("started", info)
+
+    def note(self, text: str) -> None:
+        self.forward("note", text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        self.forward("progress", what, done, total)
+
+    def state(self, snapshot: Mapping[str, float]) -> None:
+        self.forward("state", snapshot)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        self.forward("step", metrics)
+
+    def finished(self, result: Mapping[str, object]) -> None:
+        self.forward("finished", result)
+
+    def close(self) -> None:
+        self.forward("close")
+
+
+class Silent(ForwardingObserver):
     """An observer that shows nothing."""
 
-    def started(self, info: Mapping[str, object]) -> None: ...
-    def note(self, text: str) -> None: ...
-    def progress(self, what: str, done: int, total: int) -> None: ...
-    def state(self, snapshot: Mapping[str, float]) -> None: ...
-    def step(self, metrics: Mapping[str, float]) -> None: ...
-    def finished(self, result: Mapping[str, object]) -> None: ...
-    def close(self) -> None: ...
+    def forward(self, method: str, *arguments: object) -> None: ...
 
 
-class CompositeObserver:
+class CompositeObserver(ForwardingObserver):
     """Forwards every call to each observer, in order; closes them in reverse order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.observers = observers
 
-    def _each(self, method: str, *arguments: object) -> None:
-        for observer in self.observers:
+    def forward(self, method: str, *arguments: object) -> None:
+        for observer in reversed(self.observers) if method == "close" else self.observers:
             getattr(observer, method)(*arguments)
-
-    def started(self, info: Mapping[str, object]) -> None:
-        self._each("started", info)
-
-    def note(self, text: str) -> None:
-        self._each("note", text)
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        self._each("progress", what, done, total)
-
-    def state(self, snapshot: Mapping[str, float]) -> None:
-        self._each("state", snapshot)
-
-    def step(self, metrics: Mapping[str, float]) -> None:
-        self._each("step", metrics)
-
-    def finished(self, result: Mapping[str, object]) -> None:
-        self._each("finished", result)
-
-    def close(self) -> None:
-        for observer in reversed(self.observers):
-            observer.close()

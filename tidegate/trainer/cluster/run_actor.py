@@ -14,7 +14,7 @@ from typing import Protocol
 import ray
 
 from tidegate.errors import StartError
-from tidegate.observer import Observer
+from tidegate.observer import ForwardingObserver, Observer
 from tidegate.service.process_secrets import shield_process
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
@@ -101,7 +101,7 @@ class RunActor:
         return ActorContext(spec.run, probe, spec.folder, spec.environment)
 
 
-class ObserverRelay:
+class ObserverRelay(ForwardingObserver):
     """Buffers events until the command that started the run fetches them; drops the oldest of too many."""
 
     def __init__(self) -> None:
@@ -110,29 +110,10 @@ class ObserverRelay:
     def take_events(self) -> list[Event]:
         return [self._events.popleft() for _ in range(len(self._events))]
 
-    def _add(self, method: str, *arguments: object) -> None:
-        self._events.append((method, arguments))
-
-    def started(self, info: Mapping[str, object]) -> None:
-        self._add("started", dict(info))
-
-    def note(self, text: str) -> None:
-        self._add("note", text)
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        self._add("progress", what, done, total)
-
-    def state(self, snapshot: Mapping[str, float]) -> None:
-        self._add("state", dict(snapshot))
-
-    def step(self, metrics: Mapping[str, float]) -> None:
-        self._add("step", dict(metrics))
-
-    def finished(self, result: Mapping[str, object]) -> None:
-        self._add("finished", dict(result))
-
-    def close(self) -> None:
-        self._add("close")
+    def forward(self, method: str, *arguments: object) -> None:
+        # Copies: the caller may change its own before they are fetched.
+        copied = (dict(value) if isinstance(value, Mapping) else value for value in arguments)
+        self._events.append((method, tuple(copied)))
 
 
 def replay(event: Event, observer: Observer) -> None:
