@@ -9,7 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,6 @@ from tidegate.types import Outcome, Sampling, Task, Trajectory
 
 PROBE_S = 5.0
 """Timeout of the request for an endpoint's models."""
-
-
-@dataclass(slots=True)
-class _HostedAttempt:
-    episodes: EpisodeSource
-    sampling: Sampling
-
-    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
-        gateway = self.episodes.gateway
-        summary = await self.episodes.run(name, task, self.sampling, "eval", seed=seed)
-        trajectory = await gateway.trajectory(summary.session_id)
-        await gateway.delete_session(summary.session_id)
-        return trajectory
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +64,16 @@ async def hosted(
             processes = await start_processes(
                 settings, directory, lambda: (weights, 0), guard, note, stack, LocalProcesses()
             )
-            yield _HostedAttempt(EpisodeSource.of(settings.agent, processes.gateway), sampling)
+            gateway = processes.gateway
+            episodes = EpisodeSource.of(settings.agent, gateway)
+
+            async def attempt(name: str, task: Task, seed: int) -> Trajectory:
+                summary = await episodes.run(name, task, sampling, "eval", seed=seed)
+                trajectory = await gateway.trajectory(summary.session_id)
+                await gateway.delete_session(summary.session_id)
+                return trajectory
+
+            yield attempt
         finally:
             await guard.close()  # before the processes stop, which it would report as failures
 
@@ -89,31 +85,6 @@ class ModelEndpoint:
     base_url: str
     model: str
     api_key: str
-
-
-@dataclass(slots=True)
-class _DirectAttempt:
-    endpoint: ModelEndpoint
-    offers: AttemptServer
-    scorer: Scorer
-    deadline_s: float
-
-    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory:
-        began = time.monotonic()
-        report = await self.offers.run(
-            {
-                "task": {"id": task.id, "messages": task.messages},
-                "base_url": self.endpoint.base_url,
-                "api_key": self.endpoint.api_key,
-                "model": self.endpoint.model,
-                "seed": seed,
-                "deadline_s": self.deadline_s,
-            }
-        )
-        trajectory = _trajectory(task, report)
-        await self.scorer.reward(trajectory, task, {}, report.get("reward"))
-        trajectory.seconds = time.monotonic() - began
-        return trajectory
 
 
 @contextlib.asynccontextmanager
@@ -153,8 +124,25 @@ async def direct(
         answers, described = await asyncio.to_thread(describe_endpoint, endpoint)
         if not answers:
             note(described)
+        scorer = Scorer(environments)
+
+        async def attempt(name: str, task: Task, seed: int) -> Trajectory:
+            began = time.monotonic()
+            report = await offers.run(
+                {
+                    "task": {"id": task.id, "messages": task.messages},
+                    **asdict(endpoint),
+                    "seed": seed,
+                    "deadline_s": settings.agent.deadline_s,
+                }
+            )
+            trajectory = _trajectory(task, report)
+            await scorer.reward(trajectory, task, {}, report.get("reward"))
+            trajectory.seconds = time.monotonic() - began
+            return trajectory
+
         try:
-            yield _DirectAttempt(endpoint, offers, Scorer(environments), settings.agent.deadline_s)
+            yield attempt
         except NoUsableEpisodesError as error:
             raise NoUsableEpisodesError(f"{error}\n{described}") from None
 

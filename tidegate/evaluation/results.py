@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from tidegate.evaluation.sampler import SampledEpisode
 from tidegate.evaluation.stats import estimate, pass_at_k
-from tidegate.types import Outcome
-
-
-@dataclass(frozen=True, slots=True)
-class Grading:
-    """The result of one episode."""
-
-    task_id: str
-    env: str
-    outcome: Outcome
-    reward: float | None
-    parts: Mapping[str, float]
-    metrics: Mapping[str, float]
-    tokens: int
+from tidegate.types import Trajectory
 
 
 @dataclass(slots=True)
@@ -36,41 +23,40 @@ class EvalResults:
 
     threshold: float
     ks: Sequence[int]
-    gradings: dict[str, list[Grading]] = field(default_factory=lambda: defaultdict(list))
+    episodes: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
+    """Without turns and texts: an evaluation may have thousands."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Sampled tokens."""
 
     def add(self, episode: SampledEpisode) -> None:
-        trajectory = episode.trajectory
-        self.gradings[episode.eval_set].append(
-            Grading(
-                episode.task.id, episode.task.env, trajectory.outcome, trajectory.reward,
-                trajectory.reward_parts, trajectory.metrics, trajectory.sampled_tokens(),
-            )
-        )  # fmt: skip
+        self.tokens[episode.eval_set] += episode.trajectory.sampled_tokens()
+        brief = replace(episode.trajectory, turns=[], messages=[], tool_calls=[], output=None)
+        self.episodes[episode.eval_set].append(brief)
 
     def summary(self, eval_set: str) -> dict[str, Any]:
         """Returns one set's results for JSON. `reward` is the mean of the tasks' mean rewards."""
-        gradings = self.gradings[eval_set]
-        graded = [grading for grading in gradings if grading.reward is not None]
+        episodes = self.episodes[eval_set]
+        graded = [episode for episode in episodes if episode.reward is not None]
         summary: dict[str, Any] = {
-            "tasks": len({grading.task_id for grading in gradings}),
-            "episodes": len(gradings),
-            "failed": len(gradings) - len(graded),
-            "outcomes": dict(Counter(grading.outcome.value for grading in gradings)),
+            "tasks": len({episode.task_id for episode in episodes}),
+            "episodes": len(episodes),
+            "failed": len(episodes) - len(graded),
+            "outcomes": dict(Counter(episode.outcome.value for episode in episodes)),
         }
         if not graded:
             return summary
-        rewards = _grouped((grading.task_id, grading.reward) for grading in graded)
+        rewards = _grouped((episode.task_id, episode.reward) for episode in graded)
         summary["reward"] = estimate([fmean(values) for values in rewards.values()]).to_json()
-        if len(graded) < len(gradings):
-            worst = _grouped((grading.task_id, grading.reward or 0.0) for grading in gradings)
+        if len(graded) < len(episodes):
+            worst = _grouped((episode.task_id, episode.reward or 0.0) for episode in episodes)
             summary["reward_if_failures_were_0"] = fmean(fmean(values) for values in worst.values())
         summary["pass"] = self._pass(rewards)
-        envs = _means((grading.env, grading.reward) for grading in graded)
+        envs = _means((episode.env, episode.reward) for episode in graded)
         if len(envs) > 1:
             summary["reward_by_env"] = envs
-        summary["parts"] = _means(pair for grading in graded for pair in grading.parts.items())
-        summary["metrics"] = _means(pair for grading in graded for pair in grading.metrics.items())
-        if tokens := sum(grading.tokens for grading in gradings):
+        summary["parts"] = _means(pair for episode in graded for pair in episode.reward_parts.items())
+        summary["metrics"] = _means(pair for episode in graded for pair in episode.metrics.items())
+        if tokens := self.tokens[eval_set]:
             summary["sampled_tokens"] = tokens
         return summary
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
 
 from tidegate.errors import GatewayError, NoUsableEpisodesError
 from tidegate.tracebacks import FailureReasons
@@ -17,10 +16,8 @@ GIVE_UP_AFTER = 16
 _RETRY_S = 1.0
 
 
-class SampledAttempt(Protocol):
-    """Runs the agent on a task and scores it; raises GatewayError if the gateway fails."""
-
-    async def __call__(self, name: str, task: Task, seed: int) -> Trajectory: ...
+SampledAttempt = Callable[[str, Task, int], Awaitable[Trajectory]]
+"""Name, task and seed → the scored episode of the agent; raises GatewayError if the gateway fails."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,17 +138,19 @@ async def test_an_evaluation_serves_whole_models_of_policies(
 ) -> None:
     """The adapters are made by a trainer."""
 
+    served: list[Settings] = []
+
     async def start(given: Settings, *_: object) -> Any:
-        return SimpleNamespace(gateway=given)
+        served.append(given)
+        return SimpleNamespace(gateway=None)
 
     monkeypatch.setattr(attempts, "start_processes", start)
-    monkeypatch.setattr(attempts.EpisodeSource, "of", lambda agent, gateway: gateway)
     adapter = {"lora": {"rank": 2, "publish": "adapter"}}
     given = settings(adapter, {}).model_copy(
         update={"policies": {"a": PolicySettings(), "b": PolicySettings.model_validate(adapter)}}
     )
-    async with attempts.hosted(given, Sampling(), tmp_path, TaskSupervisor(), print) as attempt:
-        assert attempt.episodes.engine_sets == {"a": ["a"], "b": ["b"]}  # type: ignore[attr-defined]
+    async with attempts.hosted(given, Sampling(), tmp_path, TaskSupervisor(), print):
+        assert served[0].engine_sets == {"a": ["a"], "b": ["b"]}
 
 
 def weights() -> tuple[Path, int]:
