@@ -114,7 +114,7 @@ FAULTS = [
     Fault("an_outage_that_is_over_is_charged", "return self.why is not None or self._running.get(attempt, self._ended_outages) < self._ended_outages", "return self.why is not None", OUTAGE),
     Fault("a_probe_survives_lost_engines", "            self.probe = None  # it fails", "            pass  # it fails", OUTAGE),
     Fault("remains_of_an_outage_are_evidence", "        elif not overlapped:\n", "        elif self.why is None:\n", OUTAGE),
-    Fault("resume_forgets_lost_workers", "item.spared, item.worker_lost = line.get(\"spared\", False), line.get(\"lost\", False)", "item.spared = line.get(\"spared\", False)", RESUME),
+    Fault("resume_forgets_lost_workers", "and not item.end.get(\"lost\")", "", RESUME),
     Fault("outages_are_not_in_the_ledger", "        if (before is None) != (now is None):", "        if False:", OUTAGE),
     Fault("filtered_for_ever", "        self.filtered += 1\n", "", FAILURES),
     Fault("a_step_gives_no_hope", "        self.filtered = self.cut = self.solved = 0\n", "", FAILURES),

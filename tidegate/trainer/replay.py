@@ -162,17 +162,14 @@ def _erased(run_dir: Path) -> Counter[int]:
     """Return the number of erased groups by step."""
     past = read_ledger_state(run_dir / "ledger.jsonl")
     groups = [past.groups[name] for name in past.erased if name in past.groups]
-    return Counter(group.step for group in groups if group.step is not None)
+    return Counter(group.end["step"] for group in groups if "step" in group.end)
 
 
 def _versions(run_dir: Path) -> dict[int, int]:
     """Return step → trainer version when its batch was selected, the last time that the step was taken."""
     groups = read_ledger_state(run_dir / "ledger.jsonl").groups.values()
-    return {
-        group.step: group.version
-        for group in groups
-        if group.step is not None and group.version is not None and not group.discarded
-    }
+    stepped = [group.end for group in groups if "step" in group.end and not group.discarded]
+    return {end["step"]: end["version"] for end in stepped}
 
 
 def batch_groups(path: Path) -> list[Group]:

@@ -47,14 +47,14 @@ def count(state: LedgerState, committed: int) -> LedgerCounts:
     """Returns the counts, given the ledger position of the newest checkpoint."""
     groups, attempts = state.groups.values(), state.attempts.values()
     ended = [attempt for attempt in attempts if attempt.state is not State.LIVE]
-    failed = [attempt for attempt in ended if attempt.state is State.FAILED and attempt.why]
+    failed = [attempt for attempt in ended if attempt.state is State.FAILED and attempt.end.get("why")]
     stepped = [group for group in groups if group.state is State.STEPPED and not group.discarded]
     return LedgerCounts(
         groups=state.counts(state.groups, committed),
         attempts=state.counts(state.attempts, committed),
-        outcomes=Counter(printable(attempt.outcome or "none") for attempt in ended),
-        reasons=Counter(printable(attempt.why)[:300] for attempt in failed),
-        staleness=Counter(group.staleness for group in stepped if group.staleness is not None),
+        outcomes=Counter(printable(attempt.end.get("outcome") or "none") for attempt in ended),
+        reasons=Counter(printable(attempt.end["why"])[:300] for attempt in failed),
+        staleness=Counter(age for group in stepped if (age := group.end.get("staleness")) is not None),
         starts=[entry.get("time", 0.0) for entry in state.publishes if entry["event"] == "started"],
         end=state.end,
     )
@@ -69,23 +69,23 @@ def group_to_wire(state: LedgerState, group_id: str) -> dict[str, Any] | None:
     group = state.groups.get(group_id)
     if group is None:
         return None
-    issued = group.issued
+    issued, end = group.issued, group.end
     return {
         "task": printable(issued.get("task") or ""),
         "version": issued.get("version"),
         "replaces": printable(issued.get("replaces") or ""),
-        "step": group.step,
-        "ended": group.ended_time,
-        "ended_version": group.version,
-        "staleness": group.staleness,
-        "oldest": group.oldest,
+        "step": end.get("step"),
+        "ended": end.get("time"),
+        "ended_version": end.get("version"),
+        "staleness": end.get("staleness"),
+        "oldest": end.get("oldest"),
         "lost": [
             {
                 "id": printable(name),
                 "slot": attempt.issued.get("slot"),
                 "state": attempt.state.value,
-                "outcome": printable(attempt.outcome or ""),
-                "why": printable(attempt.why or ""),
+                "outcome": printable(attempt.end.get("outcome") or ""),
+                "why": printable(attempt.end.get("why") or ""),
             }
             for name, attempt in state.members(group_id).items()
             if attempt.state in (State.FAILED, State.CANCELLED)

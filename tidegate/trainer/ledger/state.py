@@ -23,42 +23,30 @@ from tidegate.types import Outcome
 
 @dataclass(slots=True)
 class LedgerItem:
-    """State of a group or an attempt after the entries so far; the fields from `outcome` on are its end's."""
+    """State of a group or an attempt after the entries so far."""
 
     issued: LedgerEntry
     state: State = State.LIVE
-    ended_at: int = -1
-    """`seq` of the entry of its end."""
-    ended_time: float | None = None
-    """Unix time of its end."""
-    outcome: str | None = None
-    why: str | None = None
-    spared: bool = False
-    """An outage touched the attempt: its failure is charged to no budget."""
-    worker_lost: bool = False
-    """The attempt was cancelled because the process that ran its agent exited."""
-    _: KW_ONLY
-    slow: bool = False
-    """The attempt's deadline passed while a call waited for engines that serve."""
-    step: int | None = None
-    version: int | None = None
-    oldest: int | None = None
-    staleness: int | None = None
-    solved: int | None = None
-    """Solved episodes of its `episodes`; None if the group was not leased."""
-    episodes: int = 0
+    end: LedgerEntry = field(default_factory=LedgerEntry)
+    """The entry of its end; empty while it is live."""
     steps_taken: int = 0
     """Steps of the run when it ended, including its own."""
     discarded: bool = False
     """It ended `stepped` after the marker that a later start resumed from, and is not restored yet."""
 
     @property
+    def ended_at(self) -> int:
+        """`seq` of the entry of its end; −1 while it is live."""
+        return self.end.get("seq", -1)
+
+    @property
     def cause(self) -> str | None:
         """Cause of an attempt's failure (`failure_cause`); None if it did not fail."""
-        failed = self.state is State.FAILED and self.outcome not in (Outcome.COMPLETED, Outcome.TRUNCATED)
-        if self.outcome is None or not (failed or self.worker_lost):
+        end, outcome = self.end, self.end.get("outcome")
+        failed = self.state is State.FAILED and outcome not in (Outcome.COMPLETED, Outcome.TRUNCATED)
+        if outcome is None or not (failed or end.get("lost")):
             return None
-        return failure_cause(self.outcome, spared=self.spared, slow=self.slow)
+        return failure_cause(outcome, spared=end.get("spared", False), slow=end.get("slow", False))
 
     def final(self, committed: float = math.inf) -> State:
         """Return the state if the newest checkpoint's marker is at the ledger's position `committed`."""
@@ -115,12 +103,11 @@ class LedgerState:
         elif line["event"] == "put_back":
             for item in [self.groups[line["id"]], *self.members(line["id"]).values()]:
                 if item.state is State.STEPPED:
-                    _end(item, State.LIVE, {})
-                    item.discarded = False
+                    item.state, item.end, item.discarded = State.LIVE, {}, False
         else:
             self._steps = line.get("step", self._steps)
-            _end(items[line["id"]], State(line["state"]), line)
-            items[line["id"]].steps_taken = self._steps
+            item = items[line["id"]]
+            item.state, item.end, item.steps_taken = State(line["state"]), line, self._steps
 
     def _apply_run(self, line: LedgerEntry) -> None:
         self.epoch = max(self.epoch, line.get("epoch") or 0)
@@ -191,7 +178,7 @@ class LedgerState:
         """
         return any(
             item.state in (State.STALE, State.FILTERED)
-            or (item.state is State.CANCELLED and not item.worker_lost)
+            or (item.state is State.CANCELLED and not item.end.get("lost"))
             for item in self.members(group).values()
         )
 
@@ -207,17 +194,6 @@ class LedgerState:
 def has_weights_of_marker(line: LedgerEntry, position: int) -> bool:
     """Whether the version of an entry has the weights of the marker at `position`: of a start from there."""
     return line["event"] == "started" and (line.get("position") or 0) == position
-
-
-def _end(item: LedgerItem, state: State, line: LedgerEntry) -> None:
-    item.state, item.ended_at = state, line.get("seq", -1)
-    item.ended_time = line.get("time")
-    item.outcome, item.why = line.get("outcome"), line.get("why")
-    item.spared, item.worker_lost = line.get("spared", False), line.get("lost", False)
-    item.slow = line.get("slow", False)
-    item.step, item.version = line.get("step"), line.get("version")
-    item.oldest, item.staleness = line.get("oldest"), line.get("staleness")
-    item.solved, item.episodes = line.get("solved"), line.get("episodes", 0)
 
 
 def read_ledger_state(ledger: Path) -> LedgerState:

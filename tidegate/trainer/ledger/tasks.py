@@ -39,8 +39,10 @@ class TaskRecord:
         state = group.final(committed)
         self.kind = group.issued.get("task_kind", "") or self.kind
         self.groups[state.value] += 1
-        self.filtered_solved += state is State.FILTERED and group.solved == group.episodes
-        self.filtered_failed += state is State.FILTERED and group.solved == 0
+        self.filtered_solved += state is State.FILTERED and group.end.get("solved") == group.end.get(
+            "episodes", 0
+        )
+        self.filtered_failed += state is State.FILTERED and group.end.get("solved") == 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a flat object; `quarantined` is None, or has the time, group and reason."""

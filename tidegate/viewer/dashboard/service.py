@@ -94,8 +94,9 @@ def publish_waits_since(ledger: LedgerState, trainer: Mapping[str, Any]) -> floa
         trainer: The run's settings in the section `trainer`.
     """
     last = max((line.get("seq", -1) for line in ledger.version_lines), default=-1)
-    stepped = [one for one in ledger.groups.values() if one.state is State.STEPPED and one.ended_at > last]
-    step, since = max(((one.step or 0, one.ended_time or 0.0) for one in stepped), default=(0, 0.0))
+    groups = ledger.groups.values()
+    ends = [group.end for group in groups if group.state is State.STEPPED and group.ended_at > last]
+    step, since = max(((end.get("step", 0), end.get("time", 0.0)) for end in ends), default=(0, 0.0))
     interval = trainer.get("publish_interval", 1)
     due = isinstance(interval, int) and interval > 0
     due = due and (step % interval == 0 or step == trainer.get("steps"))
@@ -271,8 +272,8 @@ def _ends_of_steps(run: FollowedRun) -> list[tuple[int, int]]:
     """Returns for each step the place in the ledger where it was recorded, in order."""
     ends: dict[int, int] = {}
     for item in run.ledger.groups.values():
-        if item.state is State.STEPPED and item.step is not None:
-            ends[item.step] = max(ends.get(item.step, -1), item.ended_at)
+        if item.state is State.STEPPED and (step := item.end.get("step")) is not None:
+            ends[step] = max(ends.get(step, -1), item.ended_at)
     return sorted((at, step) for step, at in ends.items())
 
 
@@ -281,8 +282,8 @@ def _steps_of(run: FollowedRun, group: str, ends: list[tuple[int, int]]) -> list
     item = run.ledger.groups.get(group)
     if item is None or item.state is State.LIVE:
         return []
-    if item.step is not None:
-        return [item.step]
+    if (own := item.end.get("step")) is not None:
+        return [own]
     at = bisect.bisect_left(ends, (item.ended_at, -1))
     return [step for _, step in ends[max(0, at - 1) : at + 1]][::-1]
 

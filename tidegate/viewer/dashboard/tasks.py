@@ -45,10 +45,10 @@ class TaskSolves:
         self.groups += 1
         self.states[item.final(committed).value] += 1
         self.newest = group_id
-        if item.solved is not None:
-            self.solved += item.solved
-            self.episodes += item.episodes
-            self.step = item.step if item.step is not None else item.steps_taken + 1
+        if (solved := item.end.get("solved")) is not None:
+            self.solved += solved
+            self.episodes += item.end.get("episodes", 0)
+            self.step = item.end.get("step", item.steps_taken + 1)
 
     @property
     def rate(self) -> float | None:
@@ -107,11 +107,10 @@ def _collect(run: FollowedRun) -> SolveRates:
         task, kind = str(item.issued.get("task") or ""), str(item.issued.get("task_kind") or "")
         for records, name in ((by_task, task), (by_kind, kind)):
             records.setdefault(name, TaskSolves(name, kind)).add(group_id, item, run.committed)
-        if item.solved is not None and item.episodes:
-            step = item.step if item.step is not None else item.steps_taken + 1
-            sums = steps[kind].setdefault(step, [0, 0])
-            sums[0] += item.solved
-            sums[1] += item.episodes
+        if (solved := item.end.get("solved")) is not None and (episodes := item.end.get("episodes", 0)):
+            sums = steps[kind].setdefault(item.end.get("step", item.steps_taken + 1), [0, 0])
+            sums[0] += solved
+            sums[1] += episodes
     return SolveRates(by_task, by_kind, _chart(steps))
 
 

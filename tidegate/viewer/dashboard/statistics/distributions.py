@@ -38,7 +38,8 @@ class Quantity:
 
 def _staleness(run: FollowedRun, episode: EpisodeSummary) -> float | None:
     group = run.ledger.groups.get(episode.group)
-    return None if group is None or group.staleness is None else float(group.staleness)
+    age = None if group is None else group.end.get("staleness")
+    return None if age is None else float(age)
 
 
 def _advantage(_: FollowedRun, episode: EpisodeSummary) -> float | None:
