@@ -20,7 +20,7 @@ import numpy as np
 
 from tidegate.config import TrainerSettings
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
-from tidegate.trainer.admission.state import BatchSelection, Phase
+from tidegate.trainer.admission.state import Phase
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerState
@@ -101,7 +101,7 @@ class World:
     """The newest group of each task, by task index."""
     files: set[str] = field(default_factory=set)
     """Groups in trajectory files, which are written before the ledger entry of their step."""
-    parts: list[BatchSelection] = field(default_factory=list)
+    parts: list[list[str]] = field(default_factory=list)
     """Minibatches of the next step that are already assembled."""
     trained: set[str] = field(default_factory=set)
     """Groups committed by a marker."""
@@ -283,8 +283,8 @@ class World:
         """Checks that the counts of filtered groups are those that the ledger alone gives."""
         ended = [group for group in self._past().groups.values() if group.state is State.FILTERED]
         alike = {
-            "solved": sum(group.solved == group.episodes for group in ended),
-            "failed": sum(group.solved == 0 for group in ended),
+            "solved": sum(group.end.get("solved") == group.end.get("episodes", 0) for group in ended),
+            "failed": sum(group.end.get("solved") == 0 for group in ended),
             "cut": 0,
         }
         assert self.core.filtered_alike == Counter(alike)
@@ -400,16 +400,16 @@ class World:
         part = self.core.select_batch(size)
         if part is None:
             return
-        assert len(part.groups) == size
+        assert len(part) == size
         self.parts.append(part)
         if len(self.parts) < len(self.part_sizes):
             return  # streaming: the other minibatches are assembled when their groups are ready
-        selection, self.parts = BatchSelection.of(self.parts), []
-        assert len(selection.groups) == self.rules.groups_per_batch
+        batch, self.parts = [group for part in self.parts for group in part], []
+        assert len(batch) == self.rules.groups_per_batch
         self.step += 1
-        self.files.update(selection.groups)
-        self.core.step(selection, self.step)
-        self._publish(selection)
+        self.files.update(batch)
+        self.core.step(batch, self.step)
+        self._publish(batch)
         if self.rng.random() < 0.2:
             self._commit()
 
@@ -422,7 +422,7 @@ class World:
         self.trained.update(self.stepped)
         self.stepped.clear()
 
-    def _publish(self, selection: BatchSelection) -> None:
+    def _publish(self, batch: list[str]) -> None:
         if self.step % self.rules.publish_interval:
             return
         version = self.core.versions.reserve(self.step)

@@ -18,7 +18,7 @@ from tidegate.simulation.outcome import Figures, SimulationCounts
 from tidegate.simulation.scenario import Scenario, SimulatedTurn
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import AttemptDecision
-from tidegate.trainer.admission.state import BatchSelection, Phase
+from tidegate.trainer.admission.state import Phase
 from tidegate.types import Outcome
 
 BACKOFF_S = 0.5
@@ -203,27 +203,27 @@ class SimulatedRun:
                 self._discard(group, "filtered")
         for group in self._core.end_stale_groups():
             self._discard(group, "stale")
-        selection = self._core.select_batch()
-        if selection is not None:
+        groups = self._core.select_batch()
+        if groups is not None:
             self._waiting = False
             self._counts.waited_s += self.clock.now - self._waits_since
-            self._train(selection)
+            self._train(groups)
         self._start_groups()
 
-    def _train(self, selection: BatchSelection) -> None:
-        attempts = [one for group in selection.groups for one in self._attempts.pop(group).values()]
+    def _train(self, groups: Sequence[str]) -> None:
+        attempts = [one for group in groups for one in self._attempts.pop(group).values()]
         tokens = sum(one.sampled - one.frozen for one in attempts)
         if frozen := sum(one.frozen for one in attempts):
             self._counts.lost["frozen"] += frozen
         model = self.scenario.trainer
-        self._counts.batch(selection.staleness, tokens)
+        self._counts.batch([self._core.groups[group].staleness for group in groups], tokens)
         self.clock.after(
-            model.step_s + tokens * model.token_s / model.count, lambda: self._on_step_done(selection)
+            model.step_s + tokens * model.token_s / model.count, lambda: self._on_step_done(groups)
         )
 
-    def _on_step_done(self, selection: BatchSelection) -> None:
+    def _on_step_done(self, groups: Sequence[str]) -> None:
         self._step += 1
-        self._core.step(selection, self._step)
+        self._core.step(groups, self._step)
         self._core.commit()
         if self._step % self.scenario.rules.publish_interval:
             self._wait_again()

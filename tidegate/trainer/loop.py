@@ -149,7 +149,8 @@ class Loop:
             update = await asyncio.to_thread(self.policy.optimizer_step)
         batch = Batch.of(parts)
         self.skipped = self.skipped + 1 if update["skipped"] else 0
-        batch = batch.without(batch.selection.groups if self.skipped else self.policy.untrained)
+        every = [group.id for group in batch.groups]
+        batch = batch.without(every if self.skipped else self.policy.untrained)
         if batch.untrained:
             groups = ", ".join(self.policy.non_finite)
             self.recorder.note(f"skipped a step whose loss or gradient was not finite; groups: {groups}")

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float) -> None:
+    """Wait until the event is set, or the time is over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 async def unless_stopped(stop: asyncio.Event, coroutine: Coroutine[Any, Any, T]) -> T | None:

@@ -12,7 +12,6 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.ledger.ledger import Ledger
@@ -187,9 +186,7 @@ def write_step(run: Writer, step: int, **metrics: Any) -> None:
     )
     alike = Group(names["alike"], "t", [run.simple(names["alike"], slot, 1.0) for slot in range(2)])
     old = Group(names["old"], "t", [run.simple(names["old"], slot, float(slot)) for slot in range(2)])
-    batch = Batch(
-        BatchSelection(step, [good.id], [1]), [good], [(alike, State.FILTERED), (old, State.STALE)], 0.5, 0.1
-    )
+    batch = Batch(step, [1], [good], [(alike, State.FILTERED), (old, State.STALE)], 0.5, 0.1)
     batch.advantages = [[-0.7071, 0.7071]]
     run.files.batch(batch, step)
     book = run.ledger.record

@@ -12,7 +12,6 @@ from typing import Any
 
 from tests.unit.viewer.dashboard_run import EVIL, PROMPT, Writer
 from tidegate.gateway.client import GroupRow
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.trainer.publish.canary import CanaryState
@@ -70,7 +69,7 @@ class ServiceWriter(Writer):
         for group in stale:
             self.ledger.record(entry("group", "ended", id=group.id, state="stale"))
         batch = Batch(
-            BatchSelection(step, [group.id for group in groups], [0] * len(groups)), groups,
+            step, [0] * len(groups), groups,
             [(group, State.STALE) for group in stale], 0.5, 0.1,
         )  # fmt: skip
         batch.advantages = [[0.5] for _ in groups]

@@ -12,7 +12,6 @@ from starlette.testclient import TestClient
 
 from tests.unit.viewer.dashboard_run import Writer, write_dashboard_run
 from tidegate.evaluation.stats import wilson
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, entry
 from tidegate.types import Group, Outcome
@@ -42,7 +41,7 @@ def run(tmp_path: Path) -> Writer:
             ]
         )
     ]
-    batch = Batch(BatchSelection(4, ["g4-own"], [0]), [Group("g4-own", "t", episodes)], [], 0.0, 0.0)
+    batch = Batch(4, [0], [Group("g4-own", "t", episodes)], [], 0.0, 0.0)
     batch.advantages = [[0.0, 0.0, 0.0]]
     run.files.batch(batch, 4)
     return run

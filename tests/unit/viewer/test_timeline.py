@@ -11,7 +11,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.viewer.dashboard_run import PROMPT, Writer, write_dashboard_run
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.turn import VersionSpan
@@ -53,9 +52,7 @@ def write_timed_run(run_dir: Path) -> Writer:
             episodes.append(
                 run.trajectory(f"g{step}", slot, turns, float(slot), seconds=4.0, tool_calls=[tool], **timed)
             )
-        batch = Batch(
-            BatchSelection(step, [f"g{step}"], [0]), [Group(f"g{step}", "t", episodes)], [], 4.0, 0.1
-        )
+        batch = Batch(step, [0], [Group(f"g{step}", "t", episodes)], [], 4.0, 0.1)
         batch.advantages = [[-1.0, 1.0]]
         run.files.batch(batch, step)
         evaluation = {"eval/reward": 0.5, "eval/seconds": 2.0}

@@ -21,7 +21,7 @@ from the previous weights and become stale one version sooner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tidegate.errors import LedgerError
@@ -30,7 +30,7 @@ from tidegate.trainer.admission.groups_in_flight import GroupsInFlight, choose, 
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import AttemptDecision, Rules
-from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot, TaskCursor, TaskTicket
+from tidegate.trainer.admission.state import GroupState, Phase, Slot, TaskCursor, TaskTicket
 from tidegate.trainer.admission.versions import PolicyVersions
 from tidegate.trainer.ledger.entries import LedgerEntry, State
 from tidegate.trainer.ledger.state import LedgerItem
@@ -287,31 +287,36 @@ class Admission:
             self.end_stale(group_id)
         return stale
 
-    def select_batch(self, number: int | None = None) -> BatchSelection | None:
+    def select_batch(self, number: int | None = None) -> list[str] | None:
         """Select the next batch, or a minibatch of `number` groups; `end_stale_groups` comes before.
 
-        Returns exactly that many groups in order of completion, or None if there are fewer. Raises
+        Returns the ids of exactly that many groups in order of completion, or None if there are fewer. Raises
         LedgerError if one of them exceeds the staleness bound.
         """
         size = self.rules.groups_per_batch if number is None else number
         chosen = choose(self._in_flight.leased, self.groups, size, self.rules.client_limit(size))
         if len(chosen) < size:
             return None
-        staleness = []
         for group in self._in_flight.select(chosen):
             age = self.versions.staleness(group.oldest)
             if age is None or not self.versions.admissible(group.oldest, group.newest):
                 raise LedgerError(
                     f"group {group.id} exceeds the staleness bound: end_stale_groups was not called"
                 )
-            staleness.append(age)
-        return BatchSelection(self.version, chosen, staleness)
+            group.version, group.staleness = self.version, age
+        return chosen
 
-    def step(self, selection: BatchSelection, step: int) -> None:
-        """Record a step on the batch; its groups stop counting towards the capacity at the next publish."""
+    def step(self, groups: Sequence[str], step: int, untrained: int = 0) -> None:
+        """Record a step on a batch; its groups stop counting towards the capacity at the next publish.
+
+        Args:
+            groups: The groups that were trained on. No publish lies between the minibatches of a batch.
+            step: Number of the step.
+            untrained: Number of further groups of the batch, on which no optimiser step was taken.
+        """
         self._steps_taken = step
         self.streaks.step()
-        self._in_flight.step(selection, step)
+        self._in_flight.step(groups, step, untrained)
 
     # ------------------------------------------------------------------ publishing
 
@@ -386,7 +391,7 @@ class Admission:
         """Restore a checkpoint's progress, if there is one, and count the `groups` of the ledger."""
         for group in groups:
             if group.state is State.FILTERED:
-                self._count_filtered(group.solved, group.episodes)
+                self._count_filtered(group.end.get("solved"), group.end.get("episodes", 0))
         if progress is not None:
             self._cursor.restore(progress)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from tidegate.errors import LedgerError
 from tidegate.trainer.admission.outage import Outage
 from tidegate.trainer.admission.pace import Pace
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase, Slot
+from tidegate.trainer.admission.state import GroupState, Phase, Slot
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
 from tidegate.types import Group, Outcome
 
@@ -109,15 +110,18 @@ class GroupsInFlight:
             group.phase = Phase.SELECTED
         return groups
 
-    def step(self, selection: BatchSelection, step: int) -> None:
+    def step(self, groups: Sequence[str], step: int, untrained: int) -> None:
         """End the groups of a batch as `stepped`; they are in flight until the version is live."""
-        untrained = {"untrained": selection.untrained} if selection.untrained else {}
-        for group_id, age in zip(selection.groups, selection.staleness, strict=True):
+        versions = sorted({self.by_id[group_id].version for group_id in groups})
+        if len(versions) != 1:
+            raise LedgerError(f"minibatches of one batch were selected at different versions: {versions}")
+        more = {"untrained": untrained} if untrained else {}
+        for group_id in groups:
             group = self.by_id[group_id]
             group.phase = Phase.UNPUBLISHED
             self._record_end(
-                group, State.STEPPED, step=step, version=selection.version, oldest=group.oldest,
-                staleness=age, **untrained,
+                group, State.STEPPED, step=step, version=group.version, oldest=group.oldest,
+                staleness=group.staleness, **more,
             )  # fmt: skip
             if not self._rules.publishes:
                 del self.by_id[group_id]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from tidegate.errors import LedgerError
 from tidegate.trainer.admission.rules import Rules
 from tidegate.types import Outcome
 
@@ -114,41 +113,11 @@ class GroupState:
     """Name of the key of the client that formed it."""
     solved: int | None = None
     """Number of solved episodes; None until it is leased."""
+    version: int = 0
+    """Version of the trainer when a batch selected it."""
+    staleness: int = 0
+    """Versions between that one and its oldest token."""
 
     def successful_attempts(self) -> list[str]:
         """Return the ids of successful attempts, in slot order."""
         return [slot.done for slot in self.slots if slot.done is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSelection:
-    """Groups selected for a batch, in order of completion, with their staleness at that moment."""
-
-    version: int
-    groups: list[str]
-    staleness: list[int]
-    untrained: int = 0
-    """Number of further groups of the batch, on which no optimiser step was taken."""
-
-    def keep(self, kept: Sequence[int]) -> BatchSelection:
-        """Return the selection of the groups at these positions; the others were not trained on."""
-        return BatchSelection(
-            self.version,
-            [self.groups[at] for at in kept],
-            [self.staleness[at] for at in kept],
-            untrained=len(self.groups) - len(kept),
-        )
-
-    @classmethod
-    def of(cls, parts: Sequence[BatchSelection]) -> BatchSelection:
-        """Join the minibatches of one batch. No publish lies between them, so their version is the same."""
-        versions = {part.version for part in parts}
-        if len(versions) != 1:
-            raise LedgerError(
-                f"minibatches of one batch were selected at different versions: {sorted(versions)}"
-            )
-        return cls(
-            versions.pop(),
-            [group for part in parts for group in part.groups],
-            [age for part in parts for age in part.staleness],
-        )

@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.admission.state import BatchSelection, GroupState, Phase
+from tidegate.trainer.admission.state import GroupState, Phase
 from tidegate.trainer.batch.credit import Advantage, faulty_reward
 from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.rows import TrainingSequence, is_trained, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
+from tidegate.trainer.waits import wait_at_most
 from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
@@ -34,7 +35,10 @@ REFUSED = "refused"
 class Batch:
     """A batch or minibatch, and the groups that were dropped while it was assembled."""
 
-    selection: BatchSelection
+    version: int
+    """Version of the trainer when it was selected."""
+    staleness: list[int]
+    """Versions between that one and the oldest token of each group."""
     groups: list[Group]
     dropped: list[tuple[Group, State]]
     waited_s: float
@@ -42,6 +46,7 @@ class Batch:
     queued_s: float
     """Mean seconds that its groups waited for the trainer (`time/batch_queue`)."""
     advantages: list[list[Advantage]] = field(default_factory=list)
+    _: KW_ONLY
     untrained: list[str] = field(default_factory=list)
     """The dropped groups that were in the batch, but in no optimiser step that was taken."""
     scored_s: float = 0.0
@@ -56,7 +61,8 @@ class Batch:
         """Join minibatches into one batch."""
         groups = [group for part in parts for group in part.groups]
         return cls(
-            BatchSelection.of([part.selection for part in parts]),
+            parts[0].version,
+            [age for part in parts for age in part.staleness],
             groups,
             [dropped for part in parts for dropped in part.dropped],
             sum(part.waited_s for part in parts),
@@ -70,7 +76,7 @@ class Batch:
         kept = [at for at, group in enumerate(self.groups) if group.id not in untrained]
         return replace(
             self,
-            selection=self.selection.keep(kept),
+            staleness=[self.staleness[at] for at in kept],
             groups=[self.groups[at] for at in kept],
             dropped=self.dropped
             + [(group, State.FILTERED) for group in self.groups if group.id in untrained],
@@ -168,18 +174,20 @@ class Batcher:
             while stale := self.admission.end_stale_groups():
                 for group_id in stale:
                     self._dropped.append(await self._drop(group_id, State.STALE))
-            selection = self.admission.select_batch(number)
-            if selection is not None:
+            selected = self.admission.select_batch(number)
+            if selected is not None:
                 break
             if interrupted():
                 return None
             await self._lease_and_filter(LEASE_WAIT_S)
         now = time.monotonic()
-        groups = [self._groups[group_id] for group_id in selection.groups]
-        ready = sum(now - self._leased_at.pop(group_id) for group_id in selection.groups) / len(groups)
-        scored_s = 0.0 if self.scorer is None else await self.scorer.finish(selection.groups)
+        version = self.admission.version
+        staleness = [self.admission.groups[group_id].staleness for group_id in selected]
+        groups = [self._groups[group_id] for group_id in selected]
+        ready = sum(now - self._leased_at.pop(group_id) for group_id in selected) / len(groups)
+        scored_s = 0.0 if self.scorer is None else await self.scorer.finish(selected)
         dropped, self._dropped = self._dropped, []
-        return Batch(selection, groups, dropped, now - started, ready, scored_s=scored_s)
+        return Batch(version, staleness, groups, dropped, now - started, ready, scored_s=scored_s)
 
     @contextlib.asynccontextmanager
     async def filtering(self) -> AsyncIterator[None]:
@@ -201,13 +209,10 @@ class Batcher:
             await work
 
     async def _filter_until(self, ended: asyncio.Event) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FILTER_EVERY_S):
-                    await ended.wait()
-            if ended.is_set():
-                return
-            await self._lease_and_filter(0.0)
+        while not ended.is_set():
+            await wait_at_most(ended, FILTER_EVERY_S)
+            if not ended.is_set():
+                await self._lease_and_filter(0.0)
 
     async def _lease_and_filter(self, wait_s: float) -> None:
         """Lease groups, waiting so long for the first one, and drop those without a gradient."""
@@ -300,7 +305,7 @@ class Batcher:
     def record_step(self, batch: Batch, step: int) -> None:
         """Record the step in the ledger."""
         # First: if the ledger cannot be written this raises, and nothing else has changed.
-        self.admission.step(batch.selection, step)
+        self.admission.step([group.id for group in batch.groups], step, len(batch.untrained))
         for group in batch.groups:
             self.tokens.record_used(group.trajectories)
             del self._groups[group.id]

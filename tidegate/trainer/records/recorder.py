@@ -11,7 +11,6 @@ import numpy as np
 
 from tidegate.envs.base import RESERVED_NAMES
 from tidegate.observer import Observer
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.batch.credit import is_zero_variance
 from tidegate.trainer.ledger.entries import State
@@ -83,14 +82,14 @@ class Recorder:
         return {
             "time/wait_for_batch": batch.waited_s,
             "time/batch_queue": batch.queued_s,
-            **_statistics("staleness", batch.selection.staleness, ("mean", "max")),
-            **_statistics("staleness_steps", self._ages_in_steps(batch.selection, step - 1), ("mean", "max")),
+            **_statistics("staleness", batch.staleness, ("mean", "max")),
+            **_statistics("staleness_steps", self._ages_in_steps(batch, step - 1), ("mean", "max")),
             # Includes filtered groups, as the trend would be biased without those of equal rewards.
             **_statistics("reward", rewards, ("mean", "std")),
             **_zero_variance(batch),
             **custom_metrics(trained + dropped),
             **{f"policy/{name}": value for name, value in policy_rewards(trained + dropped).items()},
-            **_policy_staleness(trained, batch.selection.version),
+            **_policy_staleness(trained, batch.version),
             **tool_metrics(trained + dropped),
             **_statistics("time/outside_model", map(share_outside_model, trained + dropped), ("mean",)),
             **_versions(trained),
@@ -102,13 +101,13 @@ class Recorder:
             **_teacher(trained, batch.scored_s),
         }
 
-    def _ages_in_steps(self, selection: BatchSelection, taken: int) -> list[int]:
+    def _ages_in_steps(self, batch: Batch, taken: int) -> list[int]:
         """Return each group's staleness in steps, for a batch assembled after `taken` steps.
 
         Groups from before a resume are left out, as the steps of their versions are unknown.
         """
-        self._steps_at.setdefault(selection.version, taken)
-        steps = [self._steps_at.get(selection.version - age) for age in selection.staleness]
+        self._steps_at.setdefault(batch.version, taken)
+        steps = [self._steps_at.get(batch.version - age) for age in batch.staleness]
         return [taken - step for step in steps if step is not None]
 
 

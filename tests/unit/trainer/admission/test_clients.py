@@ -51,12 +51,12 @@ def test_one_client_has_at_most_its_share_of_a_batch() -> None:
     assert offer(driver, "quiet0", "quiet") is None
     selection = driver.core.select_batch()
     assert selection is not None
-    assert selection.groups == ["loud0", "loud1", own, "quiet0"], "in order, the loud one's others wait"
+    assert selection == ["loud0", "loud1", own, "quiet0"], "in order, the loud one's others wait"
     assert offer(driver, "quiet1", "quiet") is None
     assert driver.core.select_batch() is None
     assert offer(driver, "quiet2", "quiet") is None
     assert (batch := driver.core.select_batch()) is not None
-    assert batch.groups == ["loud2", "loud3", "quiet1", "quiet2"]
+    assert batch == ["loud2", "loud3", "quiet1", "quiet2"]
 
 
 def test_a_client_that_waits_for_its_share_is_refused_at_a_limit() -> None:

@@ -126,10 +126,10 @@ async def test_a_dropped_group_is_saved_when_it_is_dropped_and_before_any_batch(
     batches.save = save
     batch = await batches.next_batch()
     assert saved == [("g1-000001", "filtered"), ("g1-000002", "filtered")]
-    batch.untrained = batch.selection.groups[:1]
+    batch.untrained = [batch.groups[0].id]
     await batches.end_untrained(batch, saved=True)
     assert len(saved) == 2, "the step's file has it"
-    batch.untrained = batch.selection.groups[1:]
+    batch.untrained = [group.id for group in batch.groups[1:]]
     await batches.end_untrained(batch)
     assert saved[2:] == [(batch.untrained[0], "filtered")], "no step's file has it"
 
@@ -371,7 +371,7 @@ async def test_groups_of_a_skipped_step_count_in_the_next_batch() -> None:
     batches, _, _ = gathered([ALIKE, APART, APART, APART, APART], dynamic_sampling=True)
     batch = await batches.next_batch()
     assert batch is not None
-    await batches.end_untrained(batch.without(batch.selection.groups))
+    await batches.end_untrained(batch.without([group.id for group in batch.groups]))
     batch = await batches.next_batch()
     assert batch is not None
     assert [(group.rewards(), str(state)) for group, state in batch.dropped] == [

@@ -16,7 +16,7 @@ from tidegate.errors import ConfigError, LedgerError
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
-from tidegate.trainer.admission.state import BatchSelection, Phase, TaskTicket
+from tidegate.trainer.admission.state import Phase, TaskTicket
 from tidegate.trainer.batch.batcher import Batch, Batcher
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
 from tidegate.trainer.ledger.entries import LedgerEntry, State, entry
@@ -290,10 +290,8 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     yet; of `ran` the agents died; `done` had ended `trained` without the gateway being told."""
     files = TrajectoryFiles(tmp_path)
     kept = tokens("b", 0)
-    lost = Batch(
-        BatchSelection(0, ["b"], [0]), [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]]
-    )
-    done = Batch(BatchSelection(0, ["done"], [0]), [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
+    lost = Batch(0, [0], [kept], [(tokens("x", 0), State.STALE)], 0.0, 0.0, [[1.0, -1.0]])
+    done = Batch(0, [0], [tokens("done", 0)], [], 0.0, 0.0, [[1.0, -1.0]])
     files.batch(lost, 2)
     files.batch(done, 1)
     first = [started(1), *stepped("done", 1, index=0)]
@@ -318,7 +316,7 @@ async def test_a_new_trainer_takes_over_files_and_gateway_and_trains_on_both(tmp
     for group in opened.leased:
         batches.add(group)
     batch = await batches.next_batch()
-    assert batch.selection.groups == ["b", "c"]
+    assert [group.id for group in batch.groups] == ["b", "c"]
     assert to_wire(batch.groups[0].trajectories) == to_wire(kept.trajectories), "bit for bit"
     batches.record_step(batch, 2)
     await batches.end_trained(batch, 2)
@@ -359,7 +357,7 @@ async def test_a_start_tells_how_much_feedback_of_the_downtime_is_lost_and_why(t
 @pytest.mark.parametrize("known", ["ledger", "gateway"])
 async def test_what_a_client_erased_is_not_trained_on_again(tmp_path: Path, known: str) -> None:
     files = TrajectoryFiles(tmp_path)
-    files.batch(Batch(BatchSelection(0, ["b"], [0]), [tokens("b", 0)], [], 0.0, 0.0, [[1.0, -1.0]]), 2)
+    files.batch(Batch(0, [0], [tokens("b", 0)], [], 0.0, 0.0, [[1.0, -1.0]]), 2)
     first = [started(1), *stepped("done", 1, index=0)]
     entries = [*first, *stepped("b", 2, index=1)]
     gateway = Gateway({}, erased=["b"] if known == "gateway" else [])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.trajectories import TrajectoryFiles, read_lines
@@ -26,7 +25,7 @@ def group(name: str) -> Group:
 
 def batch(name: str, *dropped: Group) -> Batch:
     filtered = [(one, State.FILTERED) for one in dropped]
-    return Batch(BatchSelection(0, [name], [0]), [group(name)], filtered, 0.0, 0.0, [[1.0, -1.0]])
+    return Batch(0, [0], [group(name)], filtered, 0.0, 0.0, [[1.0, -1.0]])
 
 
 def written(files: TrajectoryFiles, name: str = "step_000001.jsonl") -> list[tuple[str, str]]:

@@ -16,7 +16,6 @@ from tidegate.errors import ConfigError
 from tidegate.gateway.client import GatewayClient
 from tidegate.observer import Silent
 from tidegate.settings.teacher import TeacherSettings
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, failure_cause
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -51,7 +50,7 @@ def episode(
 
 def batch(*episodes: Trajectory, version: int = 1, staleness: int = 0) -> Batch:
     group = Group("g1", "t1", list(episodes))
-    return Batch(BatchSelection(version, ["g1"], [staleness]), [group], [], 0.0, 0.0)
+    return Batch(version, [staleness], [group], [], 0.0, 0.0)
 
 
 async def test_staleness_is_recorded_in_optimiser_steps_too(tmp_path: Path) -> None:

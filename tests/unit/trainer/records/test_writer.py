@@ -18,7 +18,6 @@ from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tests.waiting import eventually
 from tidegate import failpoints
 from tidegate.observer import Silent
-from tidegate.trainer.admission.state import BatchSelection
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.client_log import ClientLog
@@ -44,7 +43,7 @@ def episode(group: str = "g1") -> Trajectory:
 
 def batch(*groups: str) -> Batch:
     members = [Group(name, "t", [episode(name)]) for name in groups]
-    return Batch(BatchSelection(1, list(groups), [0]), members, [], 0.0, 0.0, [[1.0]] * len(groups))
+    return Batch(1, [0], members, [], 0.0, 0.0, [[1.0]] * len(groups))
 
 
 WRITES: dict[str, Callable[[Path], Callable[[], Any]]] = {
