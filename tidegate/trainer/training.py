@@ -176,7 +176,7 @@ class Training:
         )  # fmt: skip
         # The publisher needs the engines and they need the publisher: one of the two is set later.
         self.engines.on_poll = self._on_poll
-        self.engines.set_publisher(self.publisher)
+        self.engines.publisher = self.publisher
         trainer = settings.trainer
         self.gate = PublishGate(
             self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.gate_timeout_s, stop

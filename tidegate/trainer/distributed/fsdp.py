@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
 from tidegate.config import TrainerSettings
-from tidegate.errors import StartError
 from tidegate.trainer.batch.microbatch import Microbatch, PrefixBatch, microbatch
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.batch.share import RankShare, split_share
@@ -75,30 +74,28 @@ class FSDPRanks(Ranks):
         return self._call(method, *arguments, **options)
 
     def read_model(self, path: Path) -> Any:
-        model = error = None
-        if self.rank == 0:
-            try:
-                model = read_model(path)
-            except StartError as found:
-                error = found
-        if (error := self.agree(lambda: error)) is not None:
-            raise error
+        model = self._on_rank_0(lambda: read_model(path))
         return empty_model(path) if model is None else model
 
     def agree(self, value: Callable[[], T]) -> T:
         return self.collect(value() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def outline(self, read: Callable[[], T]) -> T:
-        state = error = None
+        state = self._on_rank_0(read)
+        outline: T = self.agree(lambda: tree_map(_without_values, state))
+        return outline if state is None else state
+
+    def _on_rank_0(self, read: Callable[[], T]) -> T | None:
+        """Return what rank 0 reads, and None on the other ranks; raises the errors of `read` on all ranks."""
+        value = error = None
         if self.rank == 0:
             try:
-                state = read()
+                value = read()
             except Exception as found:  # noqa: BLE001 - raised on all ranks
                 error = found
-        outline, error = self.agree(lambda: (tree_map(_without_values, state), error))
-        if error is not None:
+        if (error := self.agree(lambda: error)) is not None:
             raise error
-        return outline if state is None else state
+        return value
 
     def shard_model(self, model: Any, compute: Compute, dtype: torch.dtype) -> tuple[Compute, torch.device]:
         """Shard a model over the ranks of each replica, and send each its shards from rank 0, which alone has

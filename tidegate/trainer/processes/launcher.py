@@ -8,7 +8,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,8 @@ async def start_processes(
     frozen = [name for name in settings.engine_sets if is_fixed(settings, name)]
     await engines.open(urls or [server.url for server in servers], serves, frozen)
     for server, _, weights in own:
-        supervisor.watch(_supervise_engine(server, weights, note, engines), server.name)
+        at_version = partial(_at_version, weights)
+        supervisor.watch(supervise(server, note, at_version, engines.on_restart), server.name)
     note(f"engine, gateway ({gateway.url}) and agents ready in {time.monotonic() - began:.1f} s")
     return Processes(gateway, engines)
 
@@ -125,6 +126,10 @@ async def start_processes(
 def _weights_of(settings: Settings, current: CurrentWeights, policy: str) -> tuple[Path, int]:
     weights, version = current()
     return engine_weights(settings, weights, policy), version
+
+
+def _at_version(current: CurrentWeights) -> str:
+    return f" at version {current()[1]}"
 
 
 async def _start_environments(
@@ -147,13 +152,40 @@ async def _start_environments(
     return {"env_urls": "\n".join(urls), **({} if key is None else {"env_key": key})}
 
 
-async def supervise(server: ServerProcess, note: Callable[[str], None]) -> None:
-    """Restart a server whenever it exits; raises StartError after MAX_RESTARTS."""
+async def supervise(
+    server: ServerProcess,
+    note: Callable[[str], None],
+    describe: Callable[[], str] = lambda: "",
+    on_restart: Callable[[str, str], Awaitable[None]] | None = None,
+) -> None:
+    """Restart a server whenever it exits.
+
+    Args:
+        server: The server, which runs.
+        note: Shows a line of text.
+        describe: Called before each restart; returns what to add to the message that the server is back.
+        on_restart: Called with the server's addresses before and after the restart.
+
+    Raises:
+        StartError: It has exited after MAX_RESTARTS restarts.
+    """
     while True:
         why: str | None = await server.wait_for_exit()
+        old_url, described = server.url, ""
         while why is not None:
-            why = await _restart(server, why, note)
-        note(f"the {server.name} is back")
+            if server.restarts >= MAX_RESTARTS:
+                raise StartError(f"{why}, after {server.restarts} restarts; {server.last_log_line()}")
+            note(f"{why}; starting it again")
+            described = describe()
+            try:
+                await server.restart()
+                why = None
+            except StartError as error:
+                await asyncio.sleep(PAUSE_S)
+                why = str(error)
+        note(f"the {server.name} is back{described}")
+        if on_restart is not None:
+            await on_restart(old_url, server.url)
 
 
 async def _connect_to_gateway(settings: Settings, stack: contextlib.AsyncExitStack) -> GatewayClient:
@@ -170,46 +202,12 @@ async def _connect_to_gateway(settings: Settings, stack: contextlib.AsyncExitSta
     return client
 
 
-async def _supervise_engine(
-    engine: ServerProcess, current: CurrentWeights, note: Callable[[str], None], engines: EngineMembership
-) -> None:
-    """Restart an engine with the current weights whenever it exits; raises StartError after MAX_RESTARTS."""
-    while True:
-        why: str | None = await engine.wait_for_exit()
-        old_url = engine.url
-        while why is not None:
-            version = current()[1]
-            why = await _restart(engine, why, note)
-        note(f"the {engine.name} is back at version {version}")
-        await engines.on_restart(old_url, engine.url)
-
-
-async def _restart(server: ServerProcess, why: str, note: Callable[[str], None]) -> str | None:
-    """Restart a server that is down for the reason `why`.
-
-    Returns None if it is up again, or else the new reason. Raises StartError after MAX_RESTARTS restarts.
-    """
-    if server.restarts >= MAX_RESTARTS:
-        raise StartError(f"{why}, after {server.restarts} restarts; {server.last_log_line()}")
-    note(f"{why}; starting it again")
-    try:
-        await server.restart()
-    except StartError as error:
-        await asyncio.sleep(PAUSE_S)
-        return str(error)
-    return None
-
-
 async def _supervise_gateway(
     gateway: ServerProcess, client: GatewayClient, note: Callable[[str], None]
 ) -> None:
-    """Restart the gateway from its journal whenever it exits; raises StartError after MAX_RESTARTS."""
+    """Restart the gateway from its journal whenever it exits; raises StartError as `supervise`."""
     try:
-        while True:
-            why: str | None = await gateway.wait_for_exit()
-            while why is not None:
-                why = await _restart(gateway, why, note)
-            note("the gateway is back, with the sessions it had")
+        await supervise(gateway, note, lambda: ", with the sessions it had")
     except StartError as error:
         client.abort(str(error))  # pending calls need not wait: the run ends now
         raise

@@ -51,7 +51,8 @@ class EngineMembership:
         self._list_lock = asyncio.Lock()
         """Held while the list is read and acted on, or changed here."""
         self._enable_lock = asyncio.Lock()
-        self._publisher: Publisher | None = None
+        self.publisher: Publisher | None = None
+        """Set it before `watch`."""
         self._group: asyncio.TaskGroup | None = None
 
     def urls(self) -> list[str]:
@@ -105,10 +106,6 @@ class EngineMembership:
         for url in urls:
             await self._resync(url)
 
-    def set_publisher(self, publisher: Publisher) -> None:
-        """Set the publisher. Call before `watch`."""
-        self._publisher = publisher
-
     # -- callbacks of the publisher and of the engines' owners
 
     async def mark_unavailable(self, address: str, why: str) -> None:
@@ -144,7 +141,7 @@ class EngineMembership:
         if url != old_url:
             async with self._list_lock:
                 name = self._sets[url] = self._sets.pop(old_url)
-                await self._gateway.add_engine(url, admitted=self._publisher is None, policy=name)
+                await self._gateway.add_engine(url, admitted=self.publisher is None, policy=name)
                 self._members[url] = (url,)
                 del self._members[old_url]
                 if old_url in self.reserved:
@@ -296,5 +293,5 @@ class EngineMembership:
 
     @property
     def _active_publisher(self) -> Publisher:
-        assert self._publisher is not None, "set_publisher was not called"
-        return self._publisher
+        assert self.publisher is not None, "the publisher is not set"
+        return self.publisher

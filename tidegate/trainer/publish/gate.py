@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
+from tidegate.trainer.waits import wait_at_most
 
 POLL_S = 1.0
 
@@ -49,12 +50,10 @@ class PublishGate:
 
     async def _wait(self, version: int, share: float) -> None:
         while not self.stop.is_set():
-            try:
+            with contextlib.suppress(GatewayError):  # it is restarting, and counted again
                 if await self.lost_share(version) <= share:
                     return
-            except GatewayError:
-                pass  # it is restarting, and counted again
-            await _unless_set(self.stop, POLL_S)
+            await wait_at_most(self.stop, POLL_S)
 
     async def lost_share(self, version: int) -> float:
         """Return the share of the unfinished conversations that `version` would make too stale."""
@@ -63,11 +62,3 @@ class PublishGate:
         # A conversation without a sampled token can still begin with the new version.
         lost = sum(oldest is not None and version - oldest > bound for oldest in unended)
         return lost / len(unended) if unended else 0.0
-
-
-async def _unless_set(stop: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await stop.wait()
-    except TimeoutError:
-        pass

@@ -22,6 +22,7 @@ from tidegate.trainer.publish.canary import CanaryTest
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.sequential_test import Comparison
+from tidegate.trainer.waits import wait_at_most
 
 POLL_S = 1.0
 EVALUATIONS = 3
@@ -159,7 +160,7 @@ class Promotion:
                 return Decision(promoted, f"{BY_HAND}, before engines served it")
             if time.monotonic() >= limit:
                 return Decision(False, f"too few engines could serve it in {SERVED_S:g} s")
-            await self._pause()
+            await wait_at_most(self.stop, POLL_S)
         return None
 
     async def _canary(self, version: int, weights: Path) -> Decision | None:
@@ -182,7 +183,7 @@ class Promotion:
                     return Decision(promoted, why, figures)
                 if time.monotonic() >= limit:
                     return Decision(False, f"no result in {self.settings.max_wait_s:g} s: {why}", figures)
-            await self._pause()
+            await wait_at_most(self.stop, POLL_S)
         return None
 
     async def _hold(self, version: int, weights: Path) -> bool:
@@ -191,11 +192,6 @@ class Promotion:
             return await self.engines.ensure_serving(weights, version)
         except GatewayError:  # a restarting gateway; repeated later
             return False
-
-    async def _pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self.stop.wait()
 
 
 def _why(comparison: Comparison, margin: float) -> str:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 ALPHA = 0.01
 """Probability of each of the two errors: to promote a candidate that is worse by more than the margin, and to
 roll back one that is not worse."""
@@ -91,6 +93,4 @@ def _variance(rewards: Sequence[float], ends: tuple[float, float]) -> float:
 
     Without these, a few rewards that happen to be equal would have the variance 0.
     """
-    values = [*rewards, *ends]
-    mean = _mean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return float(np.var([*rewards, *ends], ddof=1))

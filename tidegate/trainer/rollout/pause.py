@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 from collections.abc import Callable, Collection
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from tidegate.errors import OutageError
 from tidegate.service import backoff
 from tidegate.trainer.admission.core import Admission
+from tidegate.trainer.waits import wait_at_most
 
 BACKOFF_S = 0.25
 BACKOFF_MAX_S = 8.0
@@ -91,9 +91,7 @@ class Pause:
     async def wait(self) -> None:
         """Wait until an attempt may start; outside an outage return at once."""
         while not self._may_start():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, POLL_S)
 
     def _may_start(self) -> bool:
         backing_off = self.active and self.clock() < self._next_probe

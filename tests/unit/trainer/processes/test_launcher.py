@@ -94,7 +94,7 @@ class Mortal:
         """Until it serves again, or its owner gives it up."""
         one = cast(Any, self)
         keeping = asyncio.create_task(
-            launcher._supervise_engine(one, lambda: (Path(), 7), self.notes.append, one)
+            launcher.supervise(one, self.notes.append, lambda: " at version 7", one.on_restart)
             if self.name == "engine"
             else launcher._supervise_gateway(one, one, self.notes.append)
         )

@@ -54,7 +54,7 @@ class World:
             quarantine=self.engines.mark_unavailable, restore=self.engines.restore,
             current=(Path("/nowhere/v0"), 0), retry_s=60.0,
         )  # fmt: skip
-        self.engines.set_publisher(self.publisher)
+        self.engines.publisher = self.publisher
 
     # -- the gateway's client
 
