@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import model_validator
 
 from tidegate import __version__
-from tidegate.settings.adapters import check_adapter
 from tidegate.settings.evaluation import EvalSettings
-from tidegate.settings.policies import PolicySettings, check_policies
+from tidegate.settings.policies import PolicySettings, check_adapter, check_policies
 from tidegate.settings.reading import STARTED, load
 from tidegate.settings.run import AgentSettings, ClusterSettings, RunSettings
 from tidegate.settings.sections import SettingsSection, to_toml

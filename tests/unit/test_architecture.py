@@ -158,7 +158,6 @@ TORCH = {
     "trainer/policy/routing",
     "trainer/policy/policy",
     "trainer/policy/state",
-    "trainer/policy/weights",
     "trainer/losses/",
     "trainer/policy/diagnostics",
     "trainer/batch/microbatch",

@@ -83,7 +83,7 @@ class Policies:
         }
         return merged | own
 
-    def save_published(self, directory: Path, *, dtype: str = "") -> Path:
+    def save_adapter(self, directory: Path, *, dtype: str = "") -> Path:
         """Write what the engines of every policy load as one version, whose directory appears as a whole.
 
         `dtype` is not used: each policy has that of its engines. Raises OSError.
@@ -135,9 +135,6 @@ class Policies:
         for name, policy in self.trained.items():
             policy.save_weights(directory / name, dtype=dtype)
         return directory
-
-    def save_adapter(self, directory: Path, *, dtype: str = "float32") -> Path:
-        return self.save_published(directory, dtype=dtype)
 
     def weight_buckets(
         self, max_bytes: int, as_files: str | None = None, *, on_device: bool = False

@@ -37,8 +37,7 @@ from tidegate.trainer.policy.gradient import GradientStep
 from tidegate.trainer.policy.lora import Adapter
 from tidegate.trainer.policy.optimizer import adamw, learning_rate, suitable_rate
 from tidegate.trainer.policy.ranks import Ranks
-from tidegate.trainer.policy.state import PolicyState
-from tidegate.trainer.policy.weights import PolicyWeights
+from tidegate.trainer.policy.state import PolicyState, PolicyWeights
 from tidegate.turn import Logprobs
 
 Parameters = ParamSpec("Parameters")

@@ -16,7 +16,7 @@ from tidegate.errors import StartError
 from tidegate.service.api_key import engine_key, given_engine_key
 from tidegate.service.serve import write_atomically
 from tidegate.service.service import EXTERNAL_READY_S, LOOPBACK, READY_S, ExternalService, Service
-from tidegate.settings.adapters import VLLM_RANKS
+from tidegate.settings.policies import VLLM_RANKS
 from tidegate.settings.reading import arguments_of
 from tidegate.settings.run import AgentSettings
 from tidegate.settings.servers import (

@@ -113,7 +113,7 @@ def test_a_version_has_the_weights_of_each_policy_and_of_earlier_selves(base: Pa
     policies = load(base, kinds)
     settings = policies.settings
     for version in range(4):
-        directory = policies.save_published(tmp_path / f"v{version:06d}")
+        directory = policies.save_adapter(tmp_path / f"v{version:06d}")
         # Before there is such a version, an earlier self is its base model.
         old = engine_weights(settings, directory, "old")
         assert old == (base if version < 2 else directory / "old")
@@ -129,7 +129,7 @@ def test_policies_of_one_base_share_engines_by_their_adapters(base: Path, tmp_pa
     adapter = {"lora": {"rank": 2, "publish": "adapter"}}
     policies = load(base, {"a": adapter, "b": adapter, "c": {}, "d": {**adapter, "engine": {}}})
     assert policies.settings.engine_sets == {"a": ["a", "b"], "c": ["c"], "d": ["d"]}
-    directory = policies.save_published(tmp_path / "v000000")
+    directory = policies.save_adapter(tmp_path / "v000000")
     shared = engine_weights(policies.settings, directory, "a")
     assert is_adapter(shared)
     assert sorted(path.name for path in shared.iterdir()) == ["a", "b"]
@@ -148,7 +148,7 @@ def test_earlier_selves_and_frozen_policies_share_engines(base: Path, tmp_path: 
     assert not is_fixed(settings, "fixed")
     files = []
     for version in range(4):
-        shared = engine_weights(settings, policies.save_published(tmp_path / f"v{version:06d}"), "fixed")
+        shared = engine_weights(settings, policies.save_adapter(tmp_path / f"v{version:06d}"), "fixed")
         # An engine refuses calls of an adapter that it does not have, so there is one from the start.
         assert sorted(path.name for path in shared.iterdir()) == ["a", "old"]
         files.append({name: (shared / name / FILE).read_bytes() for name in ("a", "old")})
