@@ -97,36 +97,32 @@ class CISPOLoss(LossSettings):
     score_centering: Centering = 0
 
 
-class GRPOLoss(LossSettings):
+class ClippedLoss(LossSettings):
+    """Settings of the losses with PPO's clipping of π/μ."""
+
     clips_by_sign: ClassVar[bool] = True
-    name: Literal["grpo"] = "grpo"
     clip_low: Low = 0.2
     clip_high: High = 0.2
     sequence_mask: SequenceMask = None
     score_centering: Centering = 0
 
 
-class DrGRPOLoss(LossSettings):
-    clips_by_sign: ClassVar[bool] = True
+class GRPOLoss(ClippedLoss):
+    name: Literal["grpo"] = "grpo"
+
+
+class DrGRPOLoss(ClippedLoss):
     advantage_scale: ClassVar[str] = "none"
     name: Literal["dr_grpo"] = "dr_grpo"
-    clip_low: Low = 0.2
-    clip_high: High = 0.2
-    sequence_mask: SequenceMask = None
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Constant divisor, in tokens per trajectory."""
-    score_centering: Centering = 0
 
 
-class DAPOLoss(LossSettings):
-    clips_by_sign: ClassVar[bool] = True
+class DAPOLoss(ClippedLoss):
     name: Literal["dapo"] = "dapo"
-    clip_low: Low = 0.2
     clip_high: High = 0.28
     dual_clip: Annotated[float, Field(gt=1)] = 10.0
     """Upper bound c of the ratio of tokens with a negative advantage (dual clipping)."""
-    sequence_mask: SequenceMask = None
-    score_centering: Centering = 0
 
 
 class GSPOLoss(LossSettings):
