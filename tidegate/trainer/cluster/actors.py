@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -134,14 +133,6 @@ class ProcessActor:
             await asyncio.to_thread(self._temp_dir.remove)
 
 
-@dataclass(frozen=True, slots=True)
-class StartCommand:
-    port: int = 0
-    """0 takes a free port; another one is kept across restarts."""
-    weights: Path | FileBundle | None = None
-    version: int = 0
-
-
 class Build(Protocol):
     def __call__(self, directory: Path, host: str, port: int, live: CurrentWeights) -> Service: ...
 
@@ -154,13 +145,12 @@ class ServerActor(ProcessActor):
         self._current = (Path(), 0)
         self._service: Service | None = None
 
-    async def start(self, command: StartCommand) -> str:
-        if command.weights is not None:
-            self._current = (await self.fetch_weights(command.weights), command.version)
+    async def start(self, port: int, weights: Path | FileBundle | None, version: int) -> str:
+        """Start the server, again if it runs. Port 0 takes a free one, which is kept across restarts."""
+        if weights is not None:
+            self._current = (await self.fetch_weights(weights), version)
         if self._service is None:
-            self._service = self._build(
-                self.directory, self.node.address, command.port, lambda: self._current
-            )
+            self._service = self._build(self.directory, self.node.address, port, lambda: self._current)
         else:
             await self._service.stop()
         return await self._service.start()

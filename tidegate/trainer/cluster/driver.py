@@ -20,7 +20,7 @@ from tidegate.trainer.cluster.actors import LostError, translate
 from tidegate.trainer.cluster.connect import connected, reserved, still_connected
 from tidegate.trainer.cluster.environment import ClusterNode, forwarded_variables
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.run_actor import Event, RunActor, RunJob, RunSpec, replay
+from tidegate.trainer.cluster.run_actor import Event, RunActor, RunJob, RunSpec
 from tidegate.trainer.processes.provider import ProcessProvider
 
 POLL_S = 0.25
@@ -69,8 +69,8 @@ def _wait_for_job(actor: Any, observer: Observer, signals: list[int]) -> int:
     while len(signals) < 2:
         still_connected()
         ended, _ = ray.wait([running], timeout=POLL_S)
-        for event in _events(actor, signals):
-            replay(event, observer)
+        for method, arguments in _events(actor, signals):
+            getattr(observer, method)(*arguments)
         if ended:
             code: int = ray.get(running)
             return code

@@ -11,7 +11,7 @@ from typing import Any
 from tidegate.config import Settings
 from tidegate.errors import StartError
 from tidegate.service.api_key import engine_key
-from tidegate.trainer.cluster.actors import RankActor, ServerActor
+from tidegate.trainer.cluster.actors import Build, RankActor, ServerActor
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileSender
@@ -61,18 +61,16 @@ class RayProcesses:
         key = servers.own_engine_key(settings)
         for index, name in enumerate(servers.engine_names(settings)):
             build = partial(servers.engine_server, settings, name, index, key)
-            engine = RemoteServer(
+            engine = self._server(
                 name,
-                self._actor(name, ServerActor, build, restarts=servers.MAX_RESTARTS),
-                self._home,
-                run_dir / "logs",
+                build,
+                run_dir,
                 live=live,
                 snapshot_weights=partial(servers.snapshot_weights, live, run_dir / "weights", name),
                 send=self._send,
                 ready_s=servers.restart_s(settings.engine),
             )
             self._engines.append(engine)
-        self._all += self._engines
         return self._engines
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, RemoteServer]:
@@ -84,31 +82,22 @@ class RayProcesses:
         return {}
 
     def environments(self, settings: Settings, run_dir: Path, key: str) -> RemoteServer:
-        build = partial(servers.environment_server, settings, key)
-        actor = self._actor("env", ServerActor, build, restarts=servers.MAX_RESTARTS)
-        service = RemoteServer("env", actor, self._home, run_dir / "logs", port=0)
-        self._all.append(service)
-        return service
+        return self._server("env", partial(servers.environment_server, settings, key), run_dir, port=0)
 
     def gateway(
         self, settings: Settings, run_dir: Path, keys: GatewayKeys, journal: Path | None
     ) -> RemoteServer:
         build = partial(servers.gateway_server, settings, {**keys, "engine_key": engine_key()}, journal)
-        actor = self._actor("gateway", ServerActor, build, restarts=servers.MAX_RESTARTS)
-        port = settings.gateway.port
-        gateway = RemoteServer("gateway", actor, self._home, run_dir / "logs", port=port)
-        self._all.append(gateway)
-        return gateway
+        return self._server("gateway", build, run_dir, port=settings.gateway.port)
 
     def agents(self, settings: Settings, run_dir: Path, gateway: GatewayAccess) -> Sequence[RemoteServer]:
-        processes = []
-        for name in servers.agent_names(settings):
-            build = partial(servers.agent_process, settings.agent, gateway, name)
-            # Ray limits the restarts of a whole run; `supervise_agents` limits those in a row.
-            actor = self._actor(name, ServerActor, build, restarts=-1)
-            processes.append(RemoteServer(name, actor, self._home, run_dir / "logs"))
-        self._all += processes
-        return processes
+        # Ray limits the restarts of a whole run; `supervise_agents` limits those in a row.
+        return [
+            self._server(
+                name, partial(servers.agent_process, settings.agent, gateway, name), run_dir, restarts=-1
+            )
+            for name in servers.agent_names(settings)
+        ]
 
     def rank_processes(self, settings: Settings, run_dir: Path) -> Sequence[RemoteRank]:
         processes = []
@@ -118,6 +107,14 @@ class RayProcesses:
             processes.append(RemoteRank(name, actor, self._home, run_dir / "logs", rank))
         self._all += processes
         return processes
+
+    def _server(
+        self, name: str, build: Build, run_dir: Path, *, restarts: int = servers.MAX_RESTARTS, **more: Any
+    ) -> RemoteServer:
+        actor = self._actor(name, ServerActor, build, restarts=restarts)
+        server = RemoteServer(name, actor, self._home, run_dir / "logs", **more)
+        self._all.append(server)
+        return server
 
     def _actor(self, name: str, cls: type, *arguments: object, restarts: int = 0) -> Any:
         self._context = self._context or self._make_context()

@@ -16,7 +16,7 @@ import ray
 
 from tidegate.errors import StartError
 from tidegate.service.service import READY_S
-from tidegate.trainer.cluster.actors import REPLY_TIMEOUT_S, LostError, StartCommand, wait_for_reply
+from tidegate.trainer.cluster.actors import REPLY_TIMEOUT_S, LostError, wait_for_reply
 from tidegate.trainer.cluster.environment import ClusterNode
 from tidegate.trainer.cluster.file_transfer import FileBundle
 from tidegate.trainer.processes.provider import CurrentWeights
@@ -120,8 +120,8 @@ class RemoteServer(RemoteProcess):
 
     async def start(self) -> str:
         await self.connect(self._ready_s)
-        command = await self._start_command()
-        self.url = await self._call("start", command, within_s=self._ready_s + REPLY_TIMEOUT_S)
+        arguments = await self._start_arguments()
+        self.url = await self._call("start", *arguments, within_s=self._ready_s + REPLY_TIMEOUT_S)
         if self._port is not None:
             # A restart must get the same address: agents and clients keep it.
             self._port = int(self.url.rpartition(":")[2])
@@ -134,14 +134,14 @@ class RemoteServer(RemoteProcess):
         path: Path = await self._call("fetch_weights", bundle, within_s=self._ready_s)
         return path
 
-    async def _start_command(self) -> StartCommand:
+    async def _start_arguments(self) -> tuple[int, Path | FileBundle | None, int]:
+        """Return those of `ServerActor.start`."""
         if self._live is None or self._snapshot_weights is None or self._send is None:
-            return StartCommand(self._port or 0)
+            return self._port or 0, None, 0
         if self.shares_run_dir:
-            weights, version = self._snapshot_weights()
-            return StartCommand(0, weights, version)
+            return 0, *self._snapshot_weights()
         weights, version = self._live()
-        return StartCommand(0, await self._send(weights), version)
+        return 0, await self._send(weights), version
 
     async def wait_for_exit(self) -> str:
         """Wait for the server or its actor to exit; returns a message on how it did."""

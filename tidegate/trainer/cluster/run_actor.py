@@ -114,8 +114,3 @@ class ObserverRelay(ForwardingObserver):
         # Copies: the caller may change its own before they are fetched.
         copied = (dict(value) if isinstance(value, Mapping) else value for value in arguments)
         self._events.append((method, tuple(copied)))
-
-
-def replay(event: Event, observer: Observer) -> None:
-    method, arguments = event
-    getattr(observer, method)(*arguments)

@@ -25,7 +25,7 @@ from tidegate.trainer.cluster.environment import (
     set_gloo_interface,
 )
 from tidegate.trainer.cluster.placement import HOME, Placement
-from tidegate.trainer.cluster.run_actor import MAX_EVENTS, ObserverRelay, replay
+from tidegate.trainer.cluster.run_actor import MAX_EVENTS, ObserverRelay
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -136,8 +136,8 @@ def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
     relay, hearing = ObserverRelay(), Hearing()
     relay.note("a")
     relay.progress("evaluation", 1, 2)
-    for event in pickle.loads(pickle.dumps(relay.take_events())):
-        replay(event, hearing)
+    for method, arguments in pickle.loads(pickle.dumps(relay.take_events())):
+        getattr(hearing, method)(*arguments)
     assert hearing.heard == ["a", ("evaluation", 1, 2)]
     assert relay.take_events() == []
     for number in range(MAX_EVENTS + 5):  # nobody asks: memory is bounded, and the newest are kept

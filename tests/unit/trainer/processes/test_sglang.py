@@ -18,7 +18,7 @@ from tests.e2e.runs import gone
 from tests.unit.trainer.learning_fixtures import make_model
 from tidegate.config import EngineSettings, Settings, TrainerSettings, load_settings
 from tidegate.errors import ConfigError, StartError
-from tidegate.trainer.cluster.actors import ServerActor, StartCommand
+from tidegate.trainer.cluster.actors import ServerActor
 from tidegate.trainer.cluster.environment import GLOO_INTERFACE, ActorContext, SharedDirProbe
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.processes.servers import (
@@ -177,7 +177,7 @@ async def test_an_actor_of_a_cluster_owns_it_as_a_run_on_one_machine_does(
     actor = ServerActor(context, partial(engine_server, settings, "engine-2", 1, "key"))
 
     async def started(version: int) -> tuple[str, int]:
-        url = await actor.start(StartCommand(0, tmp_path / f"v{version}", version))
+        url = await actor.start(0, tmp_path / f"v{version}", version)
         said = json.loads((tmp_path / "said.json").read_text())
         words, environment = said["argv"], said["environment"]
         assert url == "http://{}:{}".format(*(words[words.index(one) + 1] for one in ("--host", "--port")))
