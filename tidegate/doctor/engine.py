@@ -49,12 +49,8 @@ async def check_engine(
 async def check_fields(url: str, settings: Settings) -> list[Finding]:
     """Samples a token as in training, and returns an error for each value that the settings need and its
     reply lacks: likeliest and kept ids, experts."""
-    trainer = settings.trainer
-    listed, kept, routed = (
-        trainer.loss.listed_ids,
-        settings.sampling.records_kept_ids,
-        trainer.routing_replay,
-    )
+    listed, routed = settings.trainer.loss.listed_ids, settings.trainer.routing_replay
+    kept = settings.sampling.records_kept_ids
     if not (listed or kept or routed):
         return []
     try:

@@ -102,12 +102,8 @@ def _teachers(settings: Settings) -> Iterator[str]:
         if model.path is None:
             yield f"teacher   runs already: {model.url}{of}"
         else:
-            arguments = engine_arguments(settings, partial(_as_engine, model.path))
+            arguments = engine_arguments(settings, partial(lambda path: (path, 0), model.path))
             yield f"teacher   tidegate engine {shlex.join(arguments)}{of}"
-
-
-def _as_engine(path: Path) -> tuple[Path, int]:
-    return path, 0
 
 
 def _placement(settings: Settings, cluster: str | None) -> Iterator[str]:

@@ -32,7 +32,7 @@ from tidegate.trainer.processes.launcher import Processes
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import JUDGE_CACHE
 from tidegate.trainer.processes.supervisor import TaskSupervisor, every, watchdog
-from tidegate.trainer.publish.canary import CanaryState
+from tidegate.trainer.publish.canary import write_state
 from tidegate.trainer.publish.candidate_engines import CandidateEngines
 from tidegate.trainer.publish.gate import PublishGate
 from tidegate.trainer.publish.promotion import Promotion
@@ -330,7 +330,7 @@ class Training:
             settings=settings, admission=self.admission, publisher=self.publisher, engines=engines,
             gateway=self.gateway, evaluate=self._held_out_rewards,
             restore=self._restore, note=self.observer.note, stop=self.stop,
-            requested=self._decided, progress=CanaryState(self.dir, settings.margin).write,
+            requested=self._decided, progress=partial(write_state, self.dir, settings.margin),
             live_step=0 if checkpoint is None else checkpoint.state.get("live_step", checkpoint.step),
         )  # fmt: skip
 

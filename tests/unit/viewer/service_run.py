@@ -14,7 +14,7 @@ from tests.unit.viewer.dashboard_run import EVIL, PROMPT, Writer
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.batch.batcher import Batch
 from tidegate.trainer.ledger.entries import State, entry
-from tidegate.trainer.publish.canary import CanaryState
+from tidegate.trainer.publish.canary import write_state
 from tidegate.trainer.publish.sequential_test import Comparison
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.turn import VersionSpan
@@ -103,7 +103,7 @@ def write_service_run(run_dir: Path) -> ServiceWriter:
     run.train(1, [good, noted], [odd_one])
     run.metrics(1, **{"time/publish_gate": 3.0})
     run.ledger.record(entry("run", "publishing", version=2, step=1, candidate=True))
-    CanaryState(run_dir, 0.1).write(2, Comparison(0.8, 0.75, 40, 60, -0.2, 0.3))
+    write_state(run_dir, 0.1, 2, Comparison(0.8, 0.75, 40, 60, -0.2, 0.3))
     return run
 
 

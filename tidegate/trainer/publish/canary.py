@@ -47,32 +47,17 @@ class CanaryTest:
         return compare([*self._candidate.values()], [*self._live.values()], margin)
 
 
-@dataclass(slots=True)
-class CanaryState:
-    """Writes `canary.json` whenever the test has more rewards.
-
-    Args:
-        run_dir: Directory of the run.
-        margin: `trainer.promotion.margin`.
-    """
-
-    run_dir: Path
-    margin: float
-    _written: tuple[int, Comparison] | None = None
-
-    def write(self, version: int, comparison: Comparison) -> None:
-        """Write the test of `version`: means, numbers of rewards, and bounds of the difference once known."""
-        if self._written == (version, comparison):
-            return
-        self._written = version, comparison
-        bounds = {"low": comparison.low, "high": comparison.high}
-        state = {
-            "time": time.time(),
-            "version": version,
-            "margin": self.margin,
-            "least": LEAST,
-            **comparison.figures(),
-            # JSON has no infinity.
-            **{name: bound if math.isfinite(bound) else None for name, bound in bounds.items()},
-        }
-        write_atomically(self.run_dir / FILE, json.dumps(state))
+def write_state(run_dir: Path, margin: float, version: int, comparison: Comparison) -> None:
+    """Write the test of `version` to `canary.json`: means, numbers of rewards, and bounds of the difference
+    once known."""
+    bounds = {"low": comparison.low, "high": comparison.high}
+    state = {
+        "time": time.time(),
+        "version": version,
+        "margin": margin,
+        "least": LEAST,
+        **comparison.figures(),
+        # JSON has no infinity.
+        **{name: bound if math.isfinite(bound) else None for name, bound in bounds.items()},
+    }
+    write_atomically(run_dir / FILE, json.dumps(state))

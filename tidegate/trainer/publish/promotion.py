@@ -57,7 +57,7 @@ class Promotion:
         stop: Set when the run is to end; a test then ends without a result.
         requested: Returns the manual decision about the candidate: promote (True), roll back (False), or none
             so far (None).
-        progress: Receives the candidate's version and the comparison so far, at each look of a canary.
+        progress: Receives the version and the comparison so far of a canary, when they have changed.
 
     Attributes:
         active: Whether a candidate is tested.
@@ -167,6 +167,7 @@ class Promotion:
         """Compare the rewards of clients' conversations; None if the run stops."""
         limit, margin = time.monotonic() + self.settings.max_wait_s, self.settings.margin
         test: CanaryTest | None = None
+        told: Comparison | None = None
         while not self.stop.is_set():
             await self._hold(version, weights)
             with contextlib.suppress(GatewayError):  # a restarting gateway; repeated later
@@ -175,7 +176,9 @@ class Promotion:
                 test.add(groups)
             if test is not None:
                 comparison = test.compare(margin)
-                self.progress(version, comparison)
+                if comparison != told:
+                    self.progress(version, comparison)
+                told = comparison
                 why, figures = _why(comparison, margin), comparison.figures()
                 if (promoted := self.requested()) is not None:
                     return Decision(promoted, f"{BY_HAND}: {why}", figures)

@@ -17,7 +17,7 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.ledger.entries import LedgerEntry
 from tidegate.trainer.publish import promotion as module
-from tidegate.trainer.publish.canary import FILE, CanaryState
+from tidegate.trainer.publish.canary import FILE, write_state
 from tidegate.trainer.publish.promotion import Promotion
 from tidegate.trainer.publish.sequential_test import Comparison
 
@@ -166,10 +166,9 @@ async def test_a_test_survives_a_restart_of_the_gateway_and_counts_no_earlier_co
 async def test_the_state_of_a_test_is_written_while_it_runs(tmp_path: Path) -> None:
     world = World(1.0)
     seen: list[dict[str, Any]] = []
-    state = CanaryState(tmp_path, 0.1)
 
     def progress(version: int, comparison: Comparison) -> None:
-        state.write(version, comparison)
+        write_state(tmp_path, 0.1, version, comparison)
         seen.append(json.loads((tmp_path / FILE).read_text()))
 
     world.promotion.progress = progress
