@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -89,13 +90,16 @@ def rows_of(trajectory: Trajectory, advantage: float | Sequence[float]) -> list[
     turns = trajectory.turns
     by_turn = [advantage] * len(turns) if isinstance(advantage, float | int) else advantage
     advantages = {turn.index: value for turn, value in zip(turns, by_turn, strict=True)}
-    by_index = {turn.index: turn for turn in turns}
-    parents = {turn.index: turn.parent for turn in turns}
-    trainable = {turn.index for turn in turns if is_trained(turn)}
-    return [
-        _row(trajectory, [by_index[index] for index in path], own, advantages)
-        for path, own in training_sequences(parents, trainable)
-    ]
+    return [_row(trajectory, path, own, advantages) for path, own in trained_paths(trajectory)]
+
+
+def trained_paths(trajectory: Trajectory) -> Iterator[tuple[list[Turn], set[int]]]:
+    """Yield the turns of each sequence that is trained on, and the indices of those to train in it."""
+    turns = {turn.index: turn for turn in trajectory.turns}
+    parents = {index: turn.parent for index, turn in turns.items()}
+    trained = {index for index, turn in turns.items() if is_trained(turn)}
+    for path, own in training_sequences(parents, trained):
+        yield [turns[index] for index in path], own
 
 
 def minibatches(rows: Sequence[TrainingSequence], number: int) -> list[list[TrainingSequence]]:
@@ -181,88 +185,87 @@ def is_trained(turn: Turn) -> bool:
 def _row(
     trajectory: Trajectory, path: Sequence[Turn], chosen: set[int], advantages: Mapping[int, float]
 ) -> TrainingSequence:
-    length = sum(len(turn.delta_ids) + len(turn.output_ids) for turn in path)
-    row = TrainingSequence(
-        ids=np.empty(length, dtype=np.int32),
-        mask=np.zeros(length, dtype=np.bool_),
-        logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.full(length, -1, dtype=np.int64),
-        temperature=np.ones(length, dtype=np.float32),
-        advantages=np.zeros(length, dtype=np.float32),
+    spans: list[tuple[Turn, slice, npt.NDArray[np.bool_]]] = []
+    """The turns that are trained in this row, the places of their sampled tokens, and the mask of these."""
+    length = 0
+    for turn in path:
+        start = length + len(turn.delta_ids)
+        length = start + len(turn.output_ids)
+        if turn.index in chosen:
+            mask = _mask(turn, start, f"session {trajectory.session_id}, turn {turn.index}")
+            spans.append((turn, slice(start, length), mask))
+
+    def spread(values: Callable[[Turn], Any], dtype: Any, neutral: float = 0) -> Any:
+        """Return an array with the values of the trained tokens, and a neutral one elsewhere."""
+        row = np.full(length, neutral, dtype)
+        for turn, place, mask in spans:
+            given = values(turn)
+            row[place][mask] = given[mask] if isinstance(given, np.ndarray) else given
+        return row
+
+    def lists(values: Callable[[Turn], Any], dtype: Any, width: int) -> Any:
+        """Return so many recorded values of each sampled token, and 0 elsewhere; None without."""
+        row: Any = np.zeros((length, width), dtype) if width else None
+        for turn, place, mask in spans if width else ():
+            row[place] = values(turn).reshape(len(mask), -1)[:, :width]
+        return row
+
+    # Turns before and after a change of `score_centering` differ in number: all have the smallest.
+    listed = min((turn.top_k for turn, _, _ in spans), default=0)
+    scored = bool(spans) and all(turn.teacher_logprobs is not None for turn, _, _ in spans)
+    widths = {turn.teacher_top_k for turn, _, _ in spans} if scored else set()
+    top = widths.pop() if len(widths) == 1 else 0
+    kept = [
+        turn.kept_ids[np.repeat(mask, turn.kept_counts)]
+        for turn, _, mask in spans
+        if turn.kept_ids is not None and turn.kept_counts is not None
+    ]
+    return TrainingSequence(
+        ids=np.concatenate(
+            [ids for turn in path for ids in (turn.delta_ids, turn.output_ids)], dtype=np.int32
+        ),
+        mask=spread(lambda turn: True, np.bool_),
+        logprobs=spread(lambda turn: turn.logprobs, np.float32),
+        versions=spread(_versions, np.int64, neutral=-1),
+        temperature=spread(lambda turn: turn.temperature, np.float32, neutral=1),
+        advantages=spread(lambda turn: advantages[turn.index], np.float32),
         group_id=trajectory.group_id or "",
         session_id=trajectory.session_id,
         policy=path[-1].policy,
+        teacher=spread(lambda turn: turn.teacher_logprobs, np.float32) if scored else None,
+        teacher_ids=lists(lambda turn: turn.teacher_top_ids, np.int32, top),
+        teacher_top=lists(lambda turn: turn.teacher_top_logprobs, np.float32, top),
+        sampler_ids=lists(lambda turn: turn.top_ids, np.int32, listed),
+        sampler_listed=lists(lambda turn: turn.top_logprobs, np.float16, listed),
+        kept_ids=np.concatenate(kept) if kept else None,
+        kept_counts=spread(lambda turn: 0 if turn.kept_counts is None else turn.kept_counts, np.int32)
+        if kept
+        else None,
+        experts=_experts(trajectory.session_id, path, length),
     )
-    if chosen and all(turn.teacher_logprobs is not None for turn in path if turn.index in chosen):
-        _add_teacher(row, [turn for turn in path if turn.index in chosen])
-    # Turns before and after a change of `score_centering` differ in number: all have the smallest.
-    if width := min((turn.top_k for turn in path if turn.index in chosen), default=0):
-        row.sampler_ids = np.zeros((length, width), dtype=np.int32)
-        row.sampler_listed = np.zeros((length, width), dtype=np.float16)
-    if kept := [
-        turn.kept_ids[_kept_mask(turn)] for turn in path if turn.index in chosen and turn.kept_ids is not None
-    ]:
-        row.kept_ids = np.concatenate(kept)
-        row.kept_counts = np.zeros(length, dtype=np.int32)
-    row.experts = _experts(row, path)
-    start = 0
-    for turn in path:
-        middle = start + len(turn.delta_ids)
-        end = middle + len(turn.output_ids)
-        row.ids[start:middle] = turn.delta_ids
-        row.ids[middle:end] = turn.output_ids
-        if turn.index in chosen:
-            _mark(row, turn, middle, end, advantages[turn.index])
-        start = end
-    return row
 
 
-def _mark(row: TrainingSequence, turn: Turn, start: int, end: int, advantage: float) -> None:
-    """Mark a turn's sampled tokens, at `start..end` of the row, as trained."""
-    where = f"session {row.session_id}, turn {turn.index}"
-    mask = np.ones(end - start, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0
-    if len(turn.logprobs) != end - start or len(mask) != end - start:
+def _mask(turn: Turn, start: int, where: str) -> npt.NDArray[np.bool_]:
+    """Return which sampled tokens of a turn, from `start` on in a row, are trained. Raises TrainingError."""
+    number = len(turn.output_ids)
+    mask = np.ones(number, dtype=np.bool_) if turn.output_mask is None else turn.output_mask != 0
+    if len(turn.logprobs) != number or len(mask) != number:
         raise TrainingError(
-            f"{where}: {end - start} output tokens, but {len(turn.logprobs)} logprobs and a mask of "
+            f"{where}: {number} output tokens, but {len(turn.logprobs)} logprobs and a mask of "
             f"{len(mask)}; the engine's reply was recorded wrongly"
         )
     if not start and mask.any():
         raise TrainingError(f"{where}: its prompt is empty, so its first token has no distribution")
-    row.mask[start:end] = mask
-    row.logprobs[start:end] = np.where(mask, turn.logprobs, 0.0)
-    row.versions[start:end] = np.where(mask, turn.token_versions(), -1)
-    if turn.kv_version is not None:
-        row.versions[start:end] = np.minimum(row.versions[start:end], turn.kv_version)
-    row.temperature[start:end] = np.where(mask, turn.temperature, 1.0)
-    row.advantages[start:end] = np.where(mask, advantage, 0.0)
-    if row.teacher is not None and turn.teacher_logprobs is not None:
-        row.teacher[start:end] = np.where(mask, turn.teacher_logprobs, 0.0)
-    if row.teacher_ids is not None and row.teacher_top is not None:
-        assert turn.teacher_top_ids is not None
-        assert turn.teacher_top_logprobs is not None
-        shape = (end - start, turn.teacher_top_k)
-        row.teacher_ids[start:end] = turn.teacher_top_ids.reshape(shape)
-        row.teacher_top[start:end] = turn.teacher_top_logprobs.reshape(shape)
-
-    if row.sampler_ids is not None and row.sampler_listed is not None:
-        assert turn.top_ids is not None
-        assert turn.top_logprobs is not None
-        width, shape = row.sampler_ids.shape[1], (end - start, turn.top_k)
-        row.sampler_ids[start:end] = turn.top_ids.reshape(shape)[:, :width]
-        row.sampler_listed[start:end] = turn.top_logprobs.reshape(shape)[:, :width]
-    if row.kept_counts is not None and turn.kept_counts is not None:
-        row.kept_counts[start:end] = np.where(mask, turn.kept_counts, 0)
+    return mask
 
 
-def _kept_mask(turn: Turn) -> npt.NDArray[np.bool_]:
-    """Mask of the kept ids of trained tokens."""
-    assert turn.kept_counts is not None
-    mask = np.ones(len(turn.output_ids)) if turn.output_mask is None else turn.output_mask
-    return np.repeat(mask != 0, turn.kept_counts)
+def _versions(turn: Turn) -> npt.NDArray[np.int64]:
+    versions = turn.token_versions()
+    return versions if turn.kv_version is None else np.minimum(versions, turn.kv_version)
 
 
-def _experts(row: TrainingSequence, path: Sequence[Turn]) -> npt.NDArray[np.uint16] | None:
-    """Join the experts that the turns of a path recorded."""
+def _experts(session: str, path: Sequence[Turn], length: int) -> npt.NDArray[np.uint16] | None:
+    """Join the experts that the turns of a path with so many tokens recorded."""
     parts, widths = [], set()
     for turn in path:
         if turn.experts is None:
@@ -273,19 +276,10 @@ def _experts(row: TrainingSequence, path: Sequence[Turn]) -> npt.NDArray[np.uint
             parts.append(turn.experts)
     if len(widths) != 1 or min(widths) < 1:
         raise TrainingError(
-            f"session {row.session_id}: {[len(part) for part in parts]} experts of "
+            f"session {session}: {[len(part) for part in parts]} experts of "
             f"{[turn.routed_tokens for turn in path]} tokens; the engine's reply was recorded wrongly"
         )
-    experts = np.zeros((len(row.ids), widths.pop()), dtype=np.uint16)
+    experts = np.zeros((length, widths.pop()), dtype=np.uint16)
     # The last token was sampled but never read, so the engine chose no experts for it.
-    experts[:-1] = np.concatenate(parts).reshape(len(row.ids) - 1, -1)
+    experts[:-1] = np.concatenate(parts).reshape(length - 1, -1)
     return experts
-
-
-def _add_teacher(row: TrainingSequence, turns: Sequence[Turn]) -> None:
-    """Add the arrays of a teacher, which scored these turns, still without values."""
-    row.teacher = np.zeros(len(row.ids), dtype=np.float32)
-    widths = {turn.teacher_top_k for turn in turns}
-    if len(widths) == 1 and (width := widths.pop()):
-        row.teacher_ids = np.zeros((len(row.ids), width), dtype=np.int32)
-        row.teacher_top = np.zeros((len(row.ids), width), dtype=np.float32)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidegate.errors import EngineError, StartError, TidegateError, TrainingError, unwrapped
-from tidegate.sequences import training_sequences
 from tidegate.service.backoff import backoff_s
 from tidegate.settings.teacher import TeacherSettings
-from tidegate.trainer.batch.rows import is_trained
+from tidegate.trainer.batch.rows import trained_paths
 from tidegate.trainer.teacher.client import ScoreClient, Scores
 from tidegate.turn import Turn
 from tidegate.types import Group, Trajectory
@@ -219,13 +218,10 @@ def _paths(trajectory: Trajectory, top_k: int) -> Iterator[tuple[list[Turn], set
 
     A group that was restored by a resume has the logprobs in its file.
     """
-    turns = {turn.index: turn for turn in trajectory.turns}
-    parents = {index: turn.parent for index, turn in turns.items()}
-    trained = {index for index, turn in turns.items() if is_trained(turn)}
-    for path, own in training_sequences(parents, trained):
-        unscored = {index for index in own if not _is_scored(turns[index], top_k)}
+    for path, own in trained_paths(trajectory):
+        unscored = {turn.index for turn in path if turn.index in own and not _is_scored(turn, top_k)}
         if unscored:
-            yield [turns[index] for index in path], unscored
+            yield path, unscored
 
 
 def _is_scored(turn: Turn, top_k: int) -> bool:
