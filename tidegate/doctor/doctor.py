@@ -121,8 +121,9 @@ class Examination:
             return dict.fromkeys((url.rstrip("/") for url in settings.engine.urls), "")
         for policy in settings.engine_sets:
             own = settings.of_engines(policy)
+            current = partial(lambda path: (path, 0), own.model.path.absolute())
             try:
-                engine = LocalProcesses().engines(own, self.folder, partial(_current, own), policy)[0]
+                engine = LocalProcesses().engines(own, self.folder, current, policy)[0]
                 stack.push_async_callback(engine.stop)
                 urls[await engine.start()] = policy
             except (ConfigError, StartError) as failure:
@@ -199,7 +200,3 @@ class Examination:
         supervisor.watch(supervise_agents(process, workers, lambda _: None), process.name)
         self._report([ok("agent", f"{agent.use} is loaded")])
         return supervisor
-
-
-def _current(settings: Settings) -> tuple[Path, int]:
-    return settings.model.path.absolute(), 0

@@ -7,7 +7,6 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from types import TracebackType
 from typing import Self
 
 from tidegate.errors import ConfigError, SandboxError
@@ -60,9 +59,7 @@ class SandboxPool:
         self._filling = asyncio.create_task(self._fill())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @contextlib.asynccontextmanager

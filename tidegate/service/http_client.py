@@ -7,7 +7,6 @@ import contextlib
 import json
 import select
 from collections.abc import AsyncIterator, Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -138,9 +137,7 @@ class HttpClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

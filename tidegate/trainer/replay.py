@@ -21,7 +21,7 @@ from tidegate.trainer.batch.credit import BaselineCredit
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.huggingface import read_model
 from tidegate.trainer.ledger.entries import State
-from tidegate.trainer.ledger.state import read_ledger_state
+from tidegate.trainer.ledger.state import LedgerState, read_ledger_state
 from tidegate.trainer.loop import UNPUBLISHED_VERSION
 from tidegate.trainer.policy.policies import Policies, load_policies
 from tidegate.trainer.policy.policy import Policy
@@ -71,8 +71,9 @@ class Replay:
         rows = {row["step"]: row for row in read_metrics(self.run_dir)}
         files = step_files(self.run_dir)
         saved = checkpoints.committed(self.run_dir)
-        versions, erased = _versions(self.run_dir), _erased(self.run_dir)
-        rolled_back = {line["step"] for line in read_ledger_state(self.run_dir / "ledger.jsonl").roll_backs}
+        past = read_ledger_state(self.run_dir / "ledger.jsonl")
+        versions, erased = _versions(past), _erased(past)
+        rolled_back = {line["step"] for line in past.roll_backs}
         credit = BaselineCredit(self.settings.trainer)
         if self.first:
             credit.means.restore(checkpoints.read(saved[self.first]).state.get("baseline", {}))
@@ -113,7 +114,8 @@ class Replay:
         A step that was interrupted may have recorded episodes and no metrics: it is left out.
         """
         rows = {row["step"] for row in read_metrics(self.run_dir)}
-        last = max(rows & step_files(self.run_dir).keys() & _versions(self.run_dir).keys(), default=0)
+        versions = _versions(read_ledger_state(self.run_dir / "ledger.jsonl"))
+        last = max(rows & step_files(self.run_dir).keys() & versions.keys(), default=0)
         chosen = range(self.first + 1, (last if self.last is None else min(self.last, last)) + 1)
         if not chosen:
             limit = "" if self.last is None else f" up to {self.last}"
@@ -158,16 +160,15 @@ class Replay:
         return policy
 
 
-def _erased(run_dir: Path) -> Counter[int]:
+def _erased(past: LedgerState) -> Counter[int]:
     """Return the number of erased groups by step."""
-    past = read_ledger_state(run_dir / "ledger.jsonl")
     groups = [past.groups[name] for name in past.erased if name in past.groups]
     return Counter(group.end["step"] for group in groups if "step" in group.end)
 
 
-def _versions(run_dir: Path) -> dict[int, int]:
+def _versions(past: LedgerState) -> dict[int, int]:
     """Return step → trainer version when its batch was selected, the last time that the step was taken."""
-    groups = read_ledger_state(run_dir / "ledger.jsonl").groups.values()
+    groups = past.groups.values()
     stepped = [group.end for group in groups if "step" in group.end and not group.discarded]
     return {end["step"]: end["version"] for end in stepped}
 

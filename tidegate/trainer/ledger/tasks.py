@@ -81,8 +81,4 @@ def task_records(past: LedgerState, committed: float = math.inf) -> list[TaskRec
             records[past.groups[attempt.issued["group"]].issued["task"]].failures[cause] += 1
     for task in past.quarantined:
         records.setdefault(task, TaskRecord(task)).quarantine = past.quarantines[task]
-    return sorted(records.values(), key=_order)
-
-
-def _order(record: TaskRecord) -> tuple[bool, int, str]:
-    return record.quarantine is None, -record.failures.total(), record.task
+    return sorted(records.values(), key=lambda one: (one.quarantine is None, -one.failures.total(), one.task))

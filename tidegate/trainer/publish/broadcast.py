@@ -114,7 +114,7 @@ class WeightBroadcaster:
         try:
             return await self._send(engines, version)
         except BaseException:  # the caller will not have them load files
-            await asyncio.gather(*(_try_resume(engine) for engine in engines))
+            await asyncio.gather(*(engine.try_resume() for engine in engines))
             raise
 
     async def _send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
@@ -341,8 +341,3 @@ def _open_store(url: str, size: int) -> tuple[str, dist.TCPStore]:
     timeout = timedelta(seconds=JOIN_S)
     # The engine joins only when a later call names the store's port, so the store waits for no member here.
     return address, dist.TCPStore(address, 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
-
-
-async def _try_resume(engine: EngineControl) -> None:
-    with suppress(EngineError):
-        await engine.resume()

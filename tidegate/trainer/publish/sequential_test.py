@@ -38,12 +38,8 @@ class Comparison:
 
     def figures(self) -> dict[str, float]:
         """Return the figures for the ledger."""
-        return {
-            "reward": self.reward,
-            "live_reward": self.live_reward,
-            "episodes": self.episodes,
-            "live_episodes": self.live_episodes,
-        }
+        names = ("reward", "live_reward", "episodes", "live_episodes")
+        return {name: getattr(self, name) for name in names}
 
 
 def compare(candidate: Sequence[float], live: Sequence[float], scale: float) -> Comparison:

@@ -51,7 +51,7 @@ async def test_a_lost_server_is_asked_for_until_it_is_there_again(
     monkeypatch.setattr(placed, "PAUSE_S", 0)
     urls = iter(["http://192.0.2.2:1", LostError("it is being started"), "http://192.0.2.3:1"])
 
-    async def start(_: object) -> str:
+    async def start(*_: object) -> str:
         found = next(urls)
         if isinstance(found, LostError):
             raise found

@@ -81,6 +81,9 @@ class Receiver:
     async def resume(self) -> None:
         self.said.append("resume")
 
+    async def try_resume(self) -> None:
+        await self.resume()
+
     async def verify(self, version: int) -> None:
         self.said.append(f"verify {version}")
 
