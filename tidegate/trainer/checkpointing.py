@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tidegate.trainer.admission.core import Admission
-from tidegate.trainer.batch.running_means import RunningMeans
+from tidegate.trainer.batch.credit import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.policy.protocol import TrainedPolicy

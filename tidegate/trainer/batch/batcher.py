@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequ
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Protocol
 
+from tidegate.errors import TrainingError
 from tidegate.gateway.client import GatewayClient
+from tidegate.loading import load_object
 from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.state import GroupState, Phase
 from tidegate.trainer.batch.credit import Advantage, faulty_reward
-from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.batch.rows import TrainingSequence, is_trained, rows_of
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.token_counts import TokenCounts
@@ -25,6 +26,8 @@ from tidegate.types import Group
 
 LEASE_WAIT_S = 5.0
 FILTER_EVERY_S = 0.25
+FILTER_S = 60.0
+"""Time limit of one call of a filter of the user's own."""
 UNKNOWN = "unknown"
 """State in the acknowledgement of a group that is not in admission: never issued, or ended."""
 REFUSED = "refused"
@@ -105,6 +108,42 @@ class GroupScorer(Protocol):
     def drop(self, group_id: str) -> None: ...
     async def finish(self, groups: Collection[str]) -> float:
         """Wait until the groups are scored; returns the seconds waited."""
+
+
+class GroupFilter:
+    """A filter of the user's own (`trainer.filter`); a group for which it returns False ends `filtered`.
+
+    Args:
+        use: `file.py:function` or `module:function`.
+
+    Raises:
+        ConfigError: There is no such function, or its module cannot be imported.
+    """
+
+    def __init__(self, use: str) -> None:
+        self.use = use
+        self._keeps: Callable[[Group], object] = load_object(use, {}, "filter")
+
+    async def keeps(self, group: Group) -> bool:
+        """Return whether to train on the group.
+
+        Raises:
+            TrainingError: The function raised, took too long, or returned neither True nor False.
+        """
+        try:
+            # In a thread, so that a slow function does not stop the event loop.
+            verdict = await asyncio.wait_for(asyncio.to_thread(self._keeps, group), FILTER_S)
+        except Exception as error:
+            raise TrainingError(
+                f"trainer.filter = {self.use!r} failed on group {group.id} of task {group.task_id!r} "
+                f"({type(error).__name__}: {error}): repair the function, or remove the setting"
+            ) from error
+        if not isinstance(verdict, bool):
+            raise TrainingError(
+                f"trainer.filter = {self.use!r} returned {verdict!r:.80} for group {group.id}: it must "
+                "return True to train on the group, or False"
+            )
+        return verdict
 
 
 def _filtered_because(group: Group) -> str:

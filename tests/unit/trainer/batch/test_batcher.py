@@ -23,9 +23,8 @@ from tidegate.trainer.admission.core import Admission
 from tidegate.trainer.admission.rules import Rules
 from tidegate.trainer.admission.state import Phase
 from tidegate.trainer.batch import batcher
-from tidegate.trainer.batch.batcher import Batcher
+from tidegate.trainer.batch.batcher import Batcher, GroupFilter
 from tidegate.trainer.batch.credit import BaselineCredit
-from tidegate.trainer.batch.group_filter import GroupFilter
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.records.client_log import ClientLog
 from tidegate.trainer.records.metrics import MetricsLog
@@ -46,7 +45,7 @@ class Gateway:
     acked: list[tuple[str, str]] = field(default_factory=list)
 
     async def lease(self, *_: Any) -> list[Group]:
-        group = self.admission.start_group(self.admission.next_ticket(), f"t{len(self.rewards)}")
+        group = self.admission.start_group(self.admission.cursor.next(), f"t{len(self.rewards)}")
         assert group is not None
         for slot in range(2):
             self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)

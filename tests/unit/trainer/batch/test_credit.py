@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from tests.unit.trainer.learning_fixtures import make_trajectory, make_turn
 from tidegate.config import TrainerSettings
-from tidegate.trainer.batch.credit import BaselineCredit
+from tidegate.trainer.batch.credit import MEMORY, BaselineCredit, RunningMeans
 from tidegate.trainer.batch.rows import rows_of
-from tidegate.trainer.batch.running_means import MEMORY, RunningMeans
 from tidegate.types import Group, Outcome, Trajectory
 
 
