@@ -257,7 +257,7 @@ class World:
         assert len(self.core.groups) <= max(self.rules.capacity, self.most)
         places = [*self.running.values(), *self.waiting]
         running = len({place for place in places if place[0] in self.core.groups})
-        assert running == self.core.unsettled_slots()
+        assert running == self.core._in_flight.unsettled
         size, most = self.rules.group_size, self.rules.max_running
         assert running <= max(most, size)
         room = not running or running + size <= most
@@ -327,7 +327,7 @@ class World:
             self.check()
 
     def start(self) -> None:
-        ticket = self.core.next_ticket()
+        ticket = self.core.cursor.next()
         group = self.core.start_group(ticket, f"task{ticket.index}")
         if group is None:
             return

@@ -194,7 +194,7 @@ def test_the_ledger_has_as_many_entries_of_groups_and_attempts_as_counted() -> N
     core = Admission(
         Scenario(rules=RuleModel(groups_per_batch=1, group_size=3)).admission_rules(), entries.append
     )
-    group = core.start_group(core.next_ticket(), "t")
+    group = core.start_group(core.cursor.next(), "t")
     assert group is not None
     for attempt in [core.start_attempt(group.id, slot) for slot in range(3)]:
         core.end_attempt(attempt, Outcome.COMPLETED)

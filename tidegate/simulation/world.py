@@ -79,7 +79,7 @@ class SimulatedRun:
 
     def _start_groups(self) -> None:
         while self._core.blocked_by() is None:
-            ticket = self._core.next_ticket()
+            ticket = self._core.cursor.next()
             group = self._core.start_group(ticket, f"t{ticket.index}")
             if group is None:
                 continue

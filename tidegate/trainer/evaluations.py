@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from tidegate.config import Settings
 from tidegate.errors import NoUsableEpisodesError
@@ -24,7 +23,6 @@ class RunEvaluations:
 
     Args:
         settings: Settings of the run.
-        run_dir: Directory of the run.
         evaluator: Runs one evaluation.
         publisher: Has the live weights.
         beside: Runs evaluations during training; None: training waits for them.
@@ -37,7 +35,6 @@ class RunEvaluations:
     """
 
     settings: Settings
-    run_dir: Path
     evaluator: Evaluator
     publisher: Publisher
     beside: BackgroundEvaluation | None
@@ -54,7 +51,7 @@ class RunEvaluations:
         """Evaluate before the first step, unless an earlier start of the run did."""
         if not self.settings.eval.first:
             return
-        lines = await asyncio.to_thread(read_metrics, self.run_dir)
+        lines = await asyncio.to_thread(read_metrics, self.settings.run_dir)
         recorded = next((line for line in lines if line["step"] == 0), None)
         if recorded is not None:
             self.result.initial_eval = {

@@ -23,7 +23,6 @@ from tidegate.trainer.start import Start
 def make_publisher(
     *,
     settings: Settings,
-    run_dir: Path,
     start: Start,
     policy: TrainedPolicy,
     engines: EngineMembership,
@@ -50,7 +49,7 @@ def make_publisher(
     whole = settings.engine.kind not in ("embedded", "vllm") or adapters
     deltas = provider.delivers_in_place and not whole
     writer = VersionWriter(
-        directory=run_dir / "weights",
+        directory=settings.run_dir.absolute() / "weights",
         save_weights=policy.save_adapter if adapters else policy.save_weights,
         buckets=policy.weight_buckets,
         dtype=dtype, full_every=settings.trainer.publish_full_every if deltas else 1,

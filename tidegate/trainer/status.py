@@ -39,7 +39,7 @@ class RunStatus:
         others = (self.rollout.last_progress, self.batches.last_progress, self.evaluator.last_progress)
         return max(self._began, scored, *others)
 
-    def describe(self, groups_per_batch: int, step: int) -> str:
+    def describe(self, step: int) -> str:
         """Return what a batch of this step waits for."""
         counts = ", ".join(
             f"{number} {state}" for state, number in self.admission.group_counts.items() if number
@@ -48,7 +48,7 @@ class RunStatus:
         in_flight = ", ".join(f"{phases.count(phase)} {phase}" for phase in sorted(set(phases))) or "none"
         failure = f"; the last failure: {self.rollout.last_failure}" if self.rollout.last_failure else ""
         return (
-            f"the trainer waits for {groups_per_batch} ready groups at step {step}. "
+            f"the trainer waits for {self.admission.rules.groups_per_batch} ready groups at step {step}. "
             f"Groups in flight: {in_flight}. Ledger: {counts or 'empty'}{failure}"
         )
 

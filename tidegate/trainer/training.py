@@ -12,10 +12,8 @@ from tidegate.config import Settings
 from tidegate.envs.base import Environment
 from tidegate.errors import GatewayError, LedgerError
 from tidegate.observer import Observer
-from tidegate.trainer.batch.batcher import Batcher
-from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment
-from tidegate.trainer.batch.group_filter import GroupFilter
-from tidegate.trainer.batch.running_means import RunningMeans
+from tidegate.trainer.batch.batcher import Batcher, GroupFilter
+from tidegate.trainer.batch.credit import BaselineCredit, CreditAssignment, RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.checkpoint.checkpoint import Checkpoint
@@ -165,11 +163,10 @@ class Training:
             means.restore(start.checkpoint.state.get("baseline", {}))
         self.erasure = Erasure(
             gateway=self.gateway, files=files, judge=self.dir / JUDGE_CACHE, writer=self.writer,
-            record=ledger.record, durable=ledger.durable,
-            done=start.past.erased, note=observer.note, withdraw=self.batches.withdraw,
+            ledger=ledger, done=start.past.erased, note=observer.note, withdraw=self.batches.withdraw,
         )  # fmt: skip
         self.publisher = make_publisher(
-            settings=settings, run_dir=self.dir, start=start, policy=policy, engines=self.engines,
+            settings=settings, start=start, policy=policy, engines=self.engines,
             provider=provider, ledger=ledger, cancel_stale=self.rollout.cancel_stale,
             # A run that is to stop does not wait for an outage to end.
             in_outage=lambda: self.pause.active and not stop.is_set(), note=observer.note, stack=stack,
@@ -178,12 +175,10 @@ class Training:
         self.engines.on_poll = self._on_poll
         self.engines.publisher = self.publisher
         trainer = settings.trainer
-        self.gate = PublishGate(
-            self.gateway, trainer.staleness_bound, trainer.max_stale_share, trainer.gate_timeout_s, stop
-        )
+        self.gate = PublishGate(self.gateway, trainer, stop)
         self.promotion = None if trainer.promotion.mode == "always" else self._promotion()
         self.evaluations = RunEvaluations(
-            settings=settings, run_dir=self.dir, evaluator=self.evaluator, publisher=self.publisher,
+            settings=settings, evaluator=self.evaluator, publisher=self.publisher,
             beside=self._background_evaluation() if settings.eval.beside_training else None,
             best=BestCheckpoint.open(self.dir), stop_rollout=self.rollout.stop, record=self.recorder.step,
             note=observer.note, stop=stop, result=result,
@@ -198,7 +193,8 @@ class Training:
             publisher=self.publisher, recorder=self.recorder,
             checkpoint=partial(self.checkpoints.write, background=trainer.ranks > 1), evaluate=self._evaluate,
             credit=credit, before_publish=self._before_publish, promotion=self.promotion,
-            roll_back=self._roll_back, requested=self._roll_back_requested, step=start.step, stop=stop,
+            roll_back=self._roll_back, requested=lambda: read_request(self.dir) is not None,
+            step=start.step, stop=stop,
         )  # fmt: skip
 
     async def _open(self) -> None:
@@ -225,7 +221,9 @@ class Training:
             supervisor.watch(self.erasure.watch(), "erasure")
             supervisor.watch(self.clients.watch(self.gateway, self.writer), "clients")
         limit_s = self.settings.stall_timeout_s
-        supervisor.watch(watchdog(limit_s, self._last_progress, self._describe), "watchdog")
+        supervisor.watch(
+            watchdog(limit_s, self._last_progress, lambda: self.status.describe(self.loop.step)), "watchdog"
+        )
         supervisor.watch(every(STATE_S, lambda: self.observer.state(self.status.snapshot())), "state")
         supervisor.watch(every(STATE_S, self.pause.check), "outage")
         supervisor.watch(LoadLog(self.dir).watch(), "load")
@@ -346,9 +344,6 @@ class Training:
             clear_request(self.dir)
         return request.action == "promote"
 
-    def _roll_back_requested(self) -> bool:
-        return read_request(self.dir) is not None
-
     async def _roll_back(self) -> None:
         """Return to the checkpoint that the operator requested, and publish its weights as a new version."""
         request, step, admission = read_request(self.dir), self.loop.step, self.admission
@@ -405,6 +400,3 @@ class Training:
         if self.gate.waiting or (self.promotion is not None and self.promotion.active):
             return time.monotonic()
         return self.status.last_progress()
-
-    def _describe(self) -> str:
-        return self.status.describe(self.settings.trainer.groups_per_batch, self.loop.step)

@@ -75,7 +75,7 @@ def killed(settings: Settings) -> str:
             entry("run", "started", epoch=1, step=0, version=0, position=None, rules=rules.for_ledger())
         )
         admission = Admission(rules, ledger.record)
-        group = admission.start_group(admission.next_ticket(), "task")
+        group = admission.start_group(admission.cursor.next(), "task")
         assert group is not None
         for slot in range(len(group.slots)):
             admission.end_attempt(admission.start_attempt(group.id, slot), Outcome.COMPLETED)

@@ -59,7 +59,7 @@ class Hands:
         await self.ready.wait()
         if self.one_by_one:
             self.ready.clear()
-        group = self.admission.start_group(self.admission.next_ticket(), "t")
+        group = self.admission.start_group(self.admission.cursor.next(), "t")
         assert group is not None
         for slot in range(2):
             self.admission.end_attempt(self.admission.start_attempt(group.id, slot), Outcome.COMPLETED)

@@ -17,7 +17,7 @@ from tests.waiting import eventually
 from tidegate.config import Settings
 from tidegate.errors import CheckpointError, GatewayError, LedgerError
 from tidegate.trainer import run_publisher as publisher_module
-from tidegate.trainer.batch.running_means import RunningMeans
+from tidegate.trainer.batch.credit import RunningMeans
 from tidegate.trainer.checkpoint import checkpoint as checkpoints
 from tidegate.trainer.checkpointing import RunCheckpoints
 from tidegate.trainer.end import RunResult
@@ -239,7 +239,6 @@ def test_weights_are_sent_and_written_in_the_engines_number_type(monkeypatch: py
     sections = {"engine": {"dtype": "bfloat16"}, "trainer": {"publish_transport": "broadcast"}}
     settings = Settings.model_validate({"model": {"path": "m"}, **sections})
     names = (
-        "run_dir",
         "policy",
         "engines",
         "provider",

@@ -73,7 +73,7 @@ class Admission:
         self.group_counts, self.attempt_counts = self._in_flight.group_counts, self._in_flight.attempt_counts
         """Groups and attempts issued so far, by state."""
         self.failures = Failures(rules, record, self._in_flight, self.outage)
-        self._cursor = TaskCursor()
+        self.cursor = TaskCursor()
         self._record = record
         self._number = 0
         self._steps_taken = step
@@ -85,21 +85,17 @@ class Admission:
 
     # ------------------------------------------------------------------ starting
 
-    def unsettled_slots(self) -> int:
-        """Number of slots whose episode runs or will be attempted again."""
-        return self._in_flight.unsettled
-
     def blocked_by(self) -> str | None:
         """Reason why no group may start now; None if one may start."""
         # With no episode in progress a group may start, whose first attempt is the probe.
-        if (outage := self.outage.why) is not None and (self.outage.down or self.unsettled_slots()):
+        if (outage := self.outage.why) is not None and (self.outage.down or self._in_flight.unsettled):
             return f"an outage pauses the run: {outage}"
         if self.versions.publishing:
             return f"version {self.versions.reserved} is being published"
         if len(self.groups) >= self.rules.capacity:
             return f"{len(self.groups)} groups are in flight, the limit that trainer.max_staleness allows"
         # One group may always run: under a limit smaller than a group, none would ever start.
-        if (busy := self.unsettled_slots()) and busy + self.rules.group_size > self.rules.max_running:
+        if (busy := self._in_flight.unsettled) and busy + self.rules.group_size > self.rules.max_running:
             return f"{busy} episodes are in progress; another group would exceed agent.max_concurrency"
         if busy and busy + self.rules.group_size > self.pace.limit:
             return (
@@ -116,10 +112,6 @@ class Admission:
             return None
         to_train = sum(group.phase is not Phase.UNPUBLISHED for group in self.groups.values())
         return (self.rules.steps - self._steps_taken) * self.rules.groups_per_batch - to_train
-
-    def next_ticket(self) -> TaskTicket:
-        """Return the ticket of the next task: recycled ones first, then new ones."""
-        return self._cursor.next()
 
     def start_group(self, ticket: TaskTicket, task: str, task_kind: str = "") -> GroupState | None:
         """Issue a group. Returns None, and uses up the ticket, if the task is quarantined."""
@@ -222,7 +214,7 @@ class Admission:
         self._in_flight.end(self.groups[group_id], State.CANCELLED)
         if ticket is not None:
             # Without `replaces`: only a stale group is replaced, and the audit checks it.
-            self._cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))
+            self.cursor.recycle(TaskTicket(ticket.index, None, ticket.stale_retries))
 
     # ------------------------------------------------------------------ consuming
 
@@ -353,7 +345,7 @@ class Admission:
         )
         ticket = group.ticket
         if ticket is not None and ticket.stale_retries < self.rules.max_stale_retries:
-            self._cursor.recycle(TaskTicket(ticket.index, group.id, ticket.stale_retries + 1))
+            self.cursor.recycle(TaskTicket(ticket.index, group.id, ticket.stale_retries + 1))
 
     def roll_back(
         self, version: int, to: int, step: int, why: str, figures: Mapping[str, float] | None = None
@@ -385,7 +377,7 @@ class Admission:
         """Return what a checkpoint's marker has: the cursor, and the tickets that are recycled or of groups
         that have not ended."""
         live = [group.ticket for group in self.groups.values() if group.phase is not Phase.UNPUBLISHED]
-        return self._cursor.progress(filter(None, live))
+        return self.cursor.progress(filter(None, live))
 
     def restore(self, progress: Mapping[str, Any] | None, groups: Iterable[LedgerItem] = ()) -> None:
         """Restore a checkpoint's progress, if there is one, and count the `groups` of the ledger."""
@@ -393,7 +385,7 @@ class Admission:
             if group.state is State.FILTERED:
                 self._count_filtered(group.end.get("solved"), group.end.get("episodes", 0))
         if progress is not None:
-            self._cursor.restore(progress)
+            self.cursor.restore(progress)
 
     def resume_group(self, group: GroupState) -> None:
         """Resume a group of an earlier epoch: ready, or leased if the trainer has its tokens.
@@ -402,4 +394,4 @@ class Admission:
         """
         self._in_flight.resume(group)
         if group.ticket is not None:
-            self._cursor.take(group.ticket.index)
+            self.cursor.take(group.ticket.index)

@@ -185,8 +185,7 @@ class StandingService:
                 tasks.create_task(clients.watch(client, writer))
                 await Erasure(
                     gateway=client, files=files, judge=self._dir / JUDGE_CACHE, writer=writer,
-                    record=ledger.record, durable=ledger.durable,
-                    done=past.erased, note=self._note,
+                    ledger=ledger, done=past.erased, note=self._note,
                 ).watch()  # fmt: skip
 
     def newest_weights(self) -> tuple[Path, int]:

@@ -7,6 +7,7 @@ import contextlib
 import math
 from dataclasses import dataclass
 
+from tidegate.config import TrainerSettings
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
 from tidegate.trainer.waits import wait_at_most
@@ -20,9 +21,7 @@ class PublishGate:
 
     Args:
         gateway: Client of the gateway.
-        bound: `max_staleness`; None if there is no bound.
-        share: Share of the unfinished conversations that a publish may make too stale; None: any.
-        longest_s: Longest wait.
+        settings: Settings of the trainer: the staleness bound, `max_stale_share` and `gate_timeout_s`.
         stop: Set when the run is to end; the gate then opens.
 
     Attributes:
@@ -30,21 +29,20 @@ class PublishGate:
     """
 
     gateway: GatewayClient
-    bound: int | None
-    share: float | None
-    longest_s: float
+    settings: TrainerSettings
     stop: asyncio.Event
     waiting: bool = False
 
     async def wait(self, version: int) -> None:
-        """Wait until `version` may be published, at most `longest_s`."""
-        if self.bound is None or self.share is None:
+        """Wait until `version` may be published, at most `gate_timeout_s`."""
+        share = self.settings.max_stale_share
+        if self.settings.staleness_bound is None or share is None:
             return
         self.waiting = True
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.longest_s):
-                    await self._wait(version, self.share)
+                async with asyncio.timeout(self.settings.gate_timeout_s):
+                    await self._wait(version, share)
         finally:
             self.waiting = False
 
@@ -57,7 +55,7 @@ class PublishGate:
 
     async def lost_share(self, version: int) -> float:
         """Return the share of the unfinished conversations that `version` would make too stale."""
-        bound = math.inf if self.bound is None else self.bound
+        bound = math.inf if (given := self.settings.staleness_bound) is None else given
         unended = [group.oldest_version for group in await self.gateway.list_groups() if group.unended]
         # A conversation without a sampled token can still begin with the new version.
         lost = sum(oldest is not None and version - oldest > bound for oldest in unended)

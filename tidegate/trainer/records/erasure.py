@@ -11,7 +11,8 @@ from pathlib import Path
 from tidegate.envs.judge.cache import erase_replies
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GatewayClient
-from tidegate.trainer.ledger.entries import LedgerEntry, entry
+from tidegate.trainer.ledger.entries import entry
+from tidegate.trainer.ledger.ledger import Ledger
 from tidegate.trainer.records.trajectories import TrajectoryFiles
 from tidegate.trainer.records.writer import FileWriter
 
@@ -29,8 +30,7 @@ class Erasure:
         files: The run's trajectory files.
         judge: Database of the judge's replies; it may not exist.
         writer: Runs all other calls that write these files.
-        record: Receives ledger entries.
-        durable: Forces the ledger to disk.
+        ledger: Ledger of the run.
         done: Ids of the groups that the ledger has as erased.
         note: Receives messages.
     """
@@ -39,8 +39,7 @@ class Erasure:
     files: TrajectoryFiles
     judge: Path
     writer: FileWriter
-    record: Callable[[LedgerEntry], None]
-    durable: Callable[[], Awaitable[None]]
+    ledger: Ledger
     done: set[str]
     note: Callable[[str], None]
     withdraw: Callable[[Collection[str]], Awaitable[None]] | None = None
@@ -64,11 +63,11 @@ class Erasure:
             return  # the gateway may be restarting; the next poll repeats this
         new = erased - self.done
         for group in sorted(new):
-            self.record(entry("run", "erased", group=group))
+            self.ledger.record(entry("run", "erased", group=group))
         if new:
             self.done |= new
             # Before texts are removed: each later start erases again what the ledger names.
-            await self.durable()
+            await self.ledger.durable()
             if self.withdraw is not None:
                 await self.withdraw(new)
             await self._erase(new)

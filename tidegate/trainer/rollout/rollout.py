@@ -79,7 +79,7 @@ class Rollout:
                 self._wake.clear()
                 self._raise_if_broken()
                 while not self._stopped and self.admission.blocked_by() is None:
-                    self._start(self.admission.next_ticket())
+                    self._start(self.admission.cursor.next())
                 await self._wake.wait()
         finally:
             await self.stop()

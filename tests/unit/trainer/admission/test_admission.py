@@ -35,7 +35,7 @@ class Driver:
         self.core = Admission(rules(**changes), self.book.append)
 
     def start(self) -> str:
-        ticket = self.core.next_ticket()
+        ticket = self.core.cursor.next()
         group = self.core.start_group(ticket, f"task{ticket.index}")
         assert group is not None
         return group.id
@@ -112,14 +112,14 @@ def test_stale_groups_are_dropped_when_the_batch_is_assembled_and_issued_again()
     assert driver.core.end_stale_groups() == [first, second]
     assert driver.ends() == {"stale": 2}
     assert driver.core.stale_ages == {1: 2}
-    again = driver.core.next_ticket()
+    again = driver.core.cursor.next()
     assert again == TaskTicket(0, first, 1)
-    assert driver.core.next_ticket() == TaskTicket(1, second, 1)
+    assert driver.core.cursor.next() == TaskTicket(1, second, 1)
     group = driver.core.start_group(again, "task0")
     assert group is not None
     assert driver.book[-1]["replaces"] == first
     driver.core.end_stale(group.id)
-    assert driver.core.next_ticket() == TaskTicket(2), "its budget is spent: another task takes the place"
+    assert driver.core.cursor.next() == TaskTicket(2), "its budget is spent: another task takes the place"
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
@@ -288,7 +288,7 @@ def test_resume_gives_open_tasks_again_and_refuses_abandoned_versions() -> None:
     resumed = Admission(rules(max_staleness=5), lambda _: None, epoch=2, version=9)
     resumed.restore(progress)
     resumed.versions.abandoned = {7, 8}
-    assert [resumed.next_ticket().index for _ in range(3)] == [0, 1, 2]
+    assert [resumed.cursor.next().index for _ in range(3)] == [0, 1, 2]
     assert resumed.versions.admissible(6)
     assert not resumed.versions.admissible(7)
     assert not resumed.versions.admissible(8)
@@ -308,7 +308,7 @@ def test_the_task_of_a_group_that_a_stop_ended_is_issued_again() -> None:
     index = driver.core.groups[first].ticket.index
     driver.core.cancel_group(first)
     assert [ticket["index"] for ticket in driver.core.progress()["tickets"]] == [index]
-    assert driver.core.next_ticket() == TaskTicket(
+    assert driver.core.cursor.next() == TaskTicket(
         index, None, 0
     )  # not as its replacement: nothing was stale
     assert driver.ends() == {"cancelled": 1}
@@ -334,7 +334,7 @@ def test_a_resumed_run_starts_the_groups_of_the_steps_that_are_left() -> None:
     resumed = Admission(rules(max_staleness=5, steps=10), lambda _: None, epoch=2, version=9, step=9)
     for ticket in range(2):
         assert resumed.blocked_by() is None
-        resumed.start_group(resumed.next_ticket(), f"task{ticket}")
+        resumed.start_group(resumed.cursor.next(), f"task{ticket}")
     assert resumed.blocked_by() is not None
 
 
@@ -403,7 +403,7 @@ def test_quarantined_tasks_stay_so_after_a_resume() -> None:
     ).admission.failures.quarantined == {task}
     again.lift_quarantine = True
     core = restore_admission(again, driver.book.append, driver.core.rules, {}).admission
-    assert core.start_group(core.next_ticket(), task) is not None
+    assert core.start_group(core.cursor.next(), task) is not None
     assert {"event": "lifted", "task": task}.items() <= driver.book[-2].items()
     past.apply({**driver.book[-2], "seq": len(driver.book)})
     assert past.quarantined == set(), "the next resume knows of it too"
@@ -418,11 +418,11 @@ def test_a_group_whose_slowest_episode_runs_holds_one_place_and_not_all() -> Non
     for group in slow:
         for attempt in attempts[group][:-2]:
             core.end_attempt(attempt, Outcome.COMPLETED)
-    assert core.unsettled_slots() == 4
+    assert core._in_flight.unsettled == 4
     third = driver.start()
     assert core.blocked_by() is not None
     core.end_stale(third)
-    assert core.unsettled_slots() == 4, "what ends gives its places back"
+    assert core._in_flight.unsettled == 4, "what ends gives its places back"
 
 
 def test_a_group_larger_than_the_limit_runs_alone() -> None:
@@ -548,7 +548,7 @@ def test_a_group_whose_end_cannot_be_recorded_fails_for_this_reason_each_time() 
             raise LedgerError("the disk is full")
 
     core = Admission(Rules(groups_per_batch=1, group_size=2, min_group_size=2, max_staleness=1), record)
-    group = core.start_group(core.next_ticket(), "task")
+    group = core.start_group(core.cursor.next(), "task")
     assert group is not None
     for slot in (0, 1):
         core.end_attempt(core.start_attempt(group.id, slot), Outcome.COMPLETED)

@@ -51,7 +51,7 @@ class Broken:
 
     def start(self) -> None:
         if self.core.blocked_by() is None:
-            ticket = self.core.next_ticket()
+            ticket = self.core.cursor.next()
             assert self.core.start_group(ticket, f"task{ticket.index}") is not None
         for group in self.core.groups.values():
             for number, slot in enumerate(group.slots):
@@ -99,7 +99,7 @@ def make(**changes: int) -> tuple[Admission, list[LedgerEntry], str]:
     book: list[LedgerEntry] = []
     core = Admission(Rules(**({"groups_per_batch": 8, "group_size": 2, "min_group_size": 2,
                                "max_staleness": 1, "max_attempts": 1} | changes)), book.append)  # fmt: skip
-    group = core.start_group(core.next_ticket(), "task")
+    group = core.start_group(core.cursor.next(), "task")
     assert group is not None
     return core, book, group.id
 
@@ -107,7 +107,7 @@ def make(**changes: int) -> tuple[Admission, list[LedgerEntry], str]:
 def suspect(core: Admission) -> None:
     """Have other groups' attempts suspect an outage of a service."""
     while core.outage.suspected is None:
-        group = core.start_group(core.next_ticket(), "other")
+        group = core.start_group(core.cursor.next(), "other")
         assert group is not None
         for slot in range(2):
             core.end_attempt(core.start_attempt(group.id, slot), Outcome.INFRA_ERROR, "no service")

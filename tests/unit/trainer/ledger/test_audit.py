@@ -58,7 +58,7 @@ def run_dir(tmp_path: Path) -> Path:
 def _step(run_dir: Path, core: Admission, step: int) -> None:
     found = []
     for number in range(2):
-        ticket = core.next_ticket()
+        ticket = core.cursor.next()
         group = core.start_group(ticket, f"task{ticket.index}")
         assert group is not None
         if number == 0:

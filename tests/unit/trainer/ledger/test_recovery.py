@@ -195,7 +195,7 @@ def test_a_group_after_the_marker_continues_and_its_task_is_not_issued_again() -
     assert [group.id for group in opened.leased] == ["b"]
     assert core.groups["b"].phase is Phase.LEASED
     assert (core.group_counts["live"], core.attempt_counts["live"], core.group_counts["stepped"]) == (1, 2, 0)
-    assert [core.next_ticket() for _ in range(3)] == [TaskTicket(1), TaskTicket(3), TaskTicket(4)]
+    assert [core.cursor.next() for _ in range(3)] == [TaskTicket(1), TaskTicket(3), TaskTicket(4)]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_group_that_may_not_be_trained_on_ends_stale_and_is_replaced(
     assert ends(book) == {"b": "stale"}, why
     assert ends(book, "attempt") == {"b.0.1": "stale", "b.1.1": "stale"}
     assert (opened.leased, opened.stale) == ([], ["b"])
-    assert opened.admission.next_ticket() == TaskTicket(0, "b", 1)
+    assert opened.admission.cursor.next() == TaskTicket(0, "b", 1)
 
 
 def test_groups_that_had_not_ended_continue_if_their_tokens_exist_and_are_cancelled_otherwise() -> None:

@@ -52,7 +52,7 @@ class Stage:
             ledger.record(line)
 
     def group(self, task: str, *slots: list[Outcome]) -> str:
-        group = self.core.start_group(self.core.next_ticket(), task, "hard")
+        group = self.core.start_group(self.core.cursor.next(), task, "hard")
         assert group is not None
         for number, outcomes in enumerate(slots):
             for outcome in outcomes:
@@ -84,7 +84,7 @@ def stage(tmp_path: Path) -> Stage:
     stage.filtered("hard", 1)
     stage.group("bad", [Outcome.COMPLETED], [Outcome.AGENT_ERROR, Outcome.TIMEOUT])
     stage.group("unlucky", [Outcome.INFRA_ERROR, Outcome.CANCELLED])
-    group = stage.core.start_group(stage.core.next_ticket(), "paused")
+    group = stage.core.start_group(stage.core.cursor.next(), "paused")
     assert group is not None
     attempt = stage.core.start_attempt(group.id, 0)
     stage.core.outage.set_down("no engine serves")
@@ -201,7 +201,7 @@ def test_the_audit_finds_what_cannot_be(stage: Stage, line: LedgerEntry, why: st
 @pytest.mark.parametrize("details", [{"outcome": "timeout", "spared": True}, {"outcome": "infra_error"}])
 def test_the_audit_knows_which_attempts_an_outage_touched(stage: Stage, details: dict[str, Any]) -> None:
     """A failure is spared without an outage, or charged beyond its budget."""
-    group = stage.core.start_group(stage.core.next_ticket(), "other")
+    group = stage.core.start_group(stage.core.cursor.next(), "other")
     assert group is not None
     for number in (1, 2, 3):
         name = f"{group.id}.0.{number}"

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from tidegate.config import TrainerSettings
 from tidegate.errors import GatewayError
 from tidegate.gateway.client import GroupRow
 from tidegate.trainer.publish import gate as module
@@ -37,7 +38,10 @@ class Listing:
 def gate(
     listings: list[Any], share: float | None = 0.5, bound: int | None = 2, longest_s: float = 600.0
 ) -> PublishGate:
-    return PublishGate(cast(Any, Listing(listings)), bound, share, longest_s, asyncio.Event())
+    settings = TrainerSettings(max_staleness="none" if bound is None else bound)
+    # As they are: without a bound a share is refused.
+    settings = settings.model_copy(update={"max_stale_share": share, "gate_timeout_s": longest_s})
+    return PublishGate(cast(Any, Listing(listings)), settings, asyncio.Event())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -68,8 +69,9 @@ def files(tmp_path: Path) -> TrajectoryFiles:
 def erasure(gateway: Gateway, files: TrajectoryFiles, book: list[Any], *done: str) -> Erasure:
     return Erasure(
         gateway=cast(Any, gateway), files=files, judge=files.directory.parent / "judge.sqlite",
-        writer=FileWriter(), record=book.append,
-        durable=partial(kept, book), done=set(done), note=lambda _: None,
+        writer=FileWriter(),
+        ledger=cast(Any, SimpleNamespace(record=book.append, durable=partial(kept, book))),
+        done=set(done), note=lambda _: None,
     )  # fmt: skip
 
 

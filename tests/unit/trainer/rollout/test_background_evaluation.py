@@ -145,7 +145,7 @@ def make(tmp_path: Path) -> Make:
 
         best = cast(Any, Best())
         return RunEvaluations(
-            settings=settings, run_dir=tmp_path, evaluator=cast(Any, evaluator), publisher=made,
+            settings=settings, evaluator=cast(Any, evaluator), publisher=made,
             beside=world.beside if beside else None, best=best,
             stop_rollout=stop_rollout, record=record, note=world.notes.append, stop=asyncio.Event(),
             result=RunResult("failed", None, 0),
