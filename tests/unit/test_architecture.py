@@ -130,6 +130,7 @@ ALLOWED = {
         "trainer.records.trajectories",
         "trainer.processes.agents",
         "trainer.processes.provider",
+        "trainer.waits",
     },
     "sft": {
         "gateway.errors",

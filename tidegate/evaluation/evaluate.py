@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tidegate.service import exact
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.processes.supervisor import TaskSupervisor
 from tidegate.trainer.records.trajectories import bounded_answer, encode_trajectory
+from tidegate.trainer.waits import unless_stopped
 from tidegate.types import Sampling, Task, fields_of
 
 RESULTS = "results.json"
@@ -145,39 +146,28 @@ def choose(environment: Environment, names: Sequence[str], tasks: int | None) ->
     return chosen
 
 
-@contextlib.asynccontextmanager
-async def _attempts(
+def _attempts(
     job: EvalJob, environment: Environment, guard: TaskSupervisor, note: Callable[[str], None]
-) -> AsyncIterator[SampledAttempt]:
+) -> contextlib.AbstractAsyncContextManager[SampledAttempt]:
     if job.endpoint is not None:
-        async with direct(job.settings, environment, job.endpoint, job.directory, guard, note) as attempt:
-            yield attempt
-    else:
-        async with hosted(job.settings, job.sampling, job.directory, guard, note) as attempt:
-            yield attempt
+        return direct(job.settings, environment, job.endpoint, job.directory, guard, note)
+    return hosted(job.settings, job.sampling, job.directory, guard, note)
 
 
-async def _until_stopped(work: Any) -> str:
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> str:
     """Returns `completed`, or `interrupted` if SIGINT or SIGTERM came first."""
-    loop, main = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    stopped = False
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
-    def stop() -> None:
-        nonlocal stopped
-        if stopped:
+    def on_signal() -> None:
+        if stop.is_set():
             os._exit(STOPPED)
-        stopped = True
-        main.cancel()
+        stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, on_signal)
     try:
-        await main
-        return "completed"
-    except asyncio.CancelledError:
-        if not stopped:
-            raise
-        return "interrupted"
+        await unless_stopped(stop, work)
+        return "interrupted" if stop.is_set() else "completed"
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

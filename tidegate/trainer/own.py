@@ -21,6 +21,7 @@ from tidegate.gateway.client import GatewayClient
 from tidegate.service.backoff import backoff_s
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.batch.rows import is_trained
+from tidegate.trainer.checkpoint.checkpoint import sync_tree
 from tidegate.trainer.ledger.entries import State
 from tidegate.trainer.ledger.jsonl import sync
 from tidegate.trainer.publish.engine_control import EngineControl
@@ -267,8 +268,7 @@ class OwnTrainer:
         if not (written / "model").is_dir():
             raise CheckpointError(f"`save` wrote no directory {written / 'model'}: engines load it")
         (written / "step.json").write_text(json.dumps(record), encoding="utf-8")
-        for one in [*written.rglob("*"), written]:
-            sync(one)
+        sync_tree(written)
         with failpoints.around("own.commit"):
             written.rename(path)
         sync(self._directory)

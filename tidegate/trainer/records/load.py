@@ -33,21 +33,20 @@ class ProcessStat:
 
 
 class LoadLog:
-    """Samples a process and all below it, and appends the sums by process of the run.
+    """Samples this process and all below it, and appends the sums by process of the run.
 
     A process that the trainer started counts under the name of its log (`logs/engine.log`: `engine`), with
     all that it has started itself, such as sandboxes. The rest counts as `trainer`.
 
     Args:
         run_dir: The run's directory.
-        root: The trainer's process id.
         proc: Mount point of procfs; without one, nothing is recorded.
     """
 
-    def __init__(self, run_dir: Path, root: int | None = None, proc: Path = Path("/proc")) -> None:
+    def __init__(self, run_dir: Path, proc: Path = Path("/proc")) -> None:
         self.path = run_dir / FILE
         self._logs = (run_dir / "logs").resolve()
-        self._root = os.getpid() if root is None else root
+        self._root = os.getpid()
         self._proc = proc
         self._before: dict[int, float] = {}
         self._at = 0.0

@@ -29,7 +29,6 @@ class Pause:
     admission: Admission
     note: Callable[[str], None]
     limit_s: float
-    clock: Callable[[], float] = time.monotonic
     count: int = 0
     """Number of outages so far."""
     _missing: dict[str, str] = field(default_factory=dict)
@@ -53,7 +52,7 @@ class Pause:
     @property
     def seconds(self) -> float:
         """Total duration of all outages, including the current one."""
-        return self._past_s + (0.0 if self._since is None else self.clock() - self._since)
+        return self._past_s + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def set_serving(self, serving: bool, missing: str = NO_ENGINE, policies: Collection[str] = ()) -> None:
         """Report whether engines serve; or with `missing` = NO_WORKER, whether any worker does.
@@ -70,7 +69,7 @@ class Pause:
 
     def update(self, probe_failed: bool = False) -> None:
         """Report the beginning and end of an outage; a failed probe delays the next one."""
-        why, now = self.admission.outage.why, self.clock()
+        why, now = self.admission.outage.why, time.monotonic()
         if why is not None and self._since is None:
             self.count, self._since, self._probes, self._next_probe = self.count + 1, now, 0, now
             self.note(f"paused by an outage: {why}. {self._until_over()}")
@@ -94,14 +93,15 @@ class Pause:
             await wait_at_most(self._changed, POLL_S)
 
     def _may_start(self) -> bool:
-        backing_off = self.active and self.clock() < self._next_probe
+        backing_off = self.active and time.monotonic() < self._next_probe
         return self.admission.may_attempt() and not backing_off
 
     def check(self) -> None:
         """Raises OutageError if the outage has lasted longer than `limit_s`."""
-        if self._since is not None and self.clock() - self._since > self.limit_s:
+        lasted_s = 0.0 if self._since is None else time.monotonic() - self._since
+        if lasted_s > self.limit_s:
             raise OutageError(
-                f"the outage has lasted {self.clock() - self._since:.0f} s, longer than trainer.outage_s = "
+                f"the outage has lasted {lasted_s:.0f} s, longer than trainer.outage_s = "
                 f"{self.limit_s:g}: {self.admission.outage.why}. When it is over, continue with --resume"
             )
 
