@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.attempts.queue import AttemptQueue
+from tidegate.gateway.attempts import AttemptQueue
 from tidegate.gateway.engines.pool import EnginePool
 from tidegate.gateway.environments.calls import EnvironmentCalls
 from tidegate.gateway.environments.states import EpisodeStates

@@ -17,8 +17,8 @@ from tests.integration.gateway.control_stage import TASK, Sums, ask
 from tests.remote_workers import WORKER_KEY, Attempts, Refused
 from tests.serving import GRACE_S, served
 from tests.tiny_tokenizer import make_model_dir
-from tidegate.gateway.attempts import queue
-from tidegate.gateway.attempts.queue import LOST_AFTER
+from tidegate.gateway import attempts as queues
+from tidegate.gateway.attempts import LOST_AFTER
 from tidegate.gateway.client import SessionAccess, SessionSummary
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.http.app import create_app
@@ -119,8 +119,8 @@ async def test_an_attempt_wakes_one_of_a_thousand_polls(
         looked.append(poll.worker)
         return original(line, poll)
 
-    original = queue._Queue.pop
-    monkeypatch.setattr(queue._Queue, "pop", pop)
+    original = queues._Queue.pop
+    monkeypatch.setattr(queues._Queue, "pop", pop)
     attempts = stage.gateway.attempts
     polls = [asyncio.create_task(attempts.take(f"w{number}", 1, 60.0)) for number in range(1000)]
     await eventually(lambda: len(attempts.workers()) == 1000)

@@ -11,12 +11,12 @@ import pytest
 from tests.fuzzing.drive import CLIENT_STORIES, WORKER_STORIES, Plan, drive, told
 from tests.fuzzing.stories import Failure
 from tests.tiny_tokenizer import TEMPLATES, make_model_dir
-from tidegate.gateway.attempts.queue import AttemptQueue
+from tidegate.gateway.attempts import AttemptQueue
 from tidegate.gateway.dialects import chat
 from tidegate.gateway.errors import ApiError
 from tidegate.gateway.gateway import Gateway
 from tidegate.gateway.sessions.model_calls import SessionModelCalls
-from tidegate.gateway.turns.prompts import PromptBuilder
+from tidegate.gateway.sessions.tree import TurnTree
 from tidegate.gateway.turns.request_reader import parse
 
 
@@ -111,7 +111,7 @@ async def test_a_reply_that_is_not_recorded_as_it_was_read_is_found(
 async def test_a_reply_that_does_not_count_as_delivered_is_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PromptBuilder, "mark_delivered", lambda *_: None)
+    monkeypatch.setattr(TurnTree, "mark_delivered", lambda *_: None)
     with pytest.raises(Failure, match="does not count as delivered"):
         await drive(tiny, Plan(seed=1, template="qwen2", count=1))
 

@@ -16,8 +16,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from tidegate.errors import GatewayError
-from tidegate.gateway.clients.calls import ClientCall, read_call
-from tidegate.gateway.clients.conversation_index import Conversation, ConversationIndex, bare_reply_id
+from tidegate.gateway.clients.conversation_index import (
+    ClientCall,
+    Conversation,
+    ConversationIndex,
+    bare_reply_id,
+    read_call,
+)
 from tidegate.gateway.clients.notes import notes_of, received
 from tidegate.gateway.clients.protection import CallRates, check_total
 from tidegate.gateway.dialects.base import Dialect

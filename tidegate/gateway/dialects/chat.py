@@ -65,6 +65,9 @@ class ChoicesRequest(ABC):
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+    last: ClassVar[dict[str, Any]]
+    """Content of the last chunk of each choice, which has no text."""
 
     @classmethod
     def of(
@@ -114,7 +117,8 @@ class ChatRequest(ChoicesRequest):
     """A parsed request and the format of its reply."""
 
     __slots__ = ()
-    id_prefix, kind = "chatcmpl", "chat.completion"
+    id_prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    last: ClassVar = {"delta": {}}
 
     def content(self, call: ModelCall) -> dict[str, Any]:
         return {"message": {**call.recorded.reply, "refusal": None}}
@@ -212,20 +216,11 @@ class ChoiceEvents(ABC):
 
     ping = fields.PING
 
-    def __init__(
-        self,
-        request: ChoicesRequest,
-        calls: Sequence[ModelCall],
-        model: ServedModel,
-        kind: str,
-        last: dict[str, Any],
-    ) -> None:
+    def __init__(self, request: ChoicesRequest, calls: Sequence[ModelCall], model: ServedModel) -> None:
         self._request = request
         self._calls = calls
         self._model = model
-        self._head = request.head(calls, model, kind)
-        self._last = last
-        """Content of the last chunk of each choice, which has no text."""
+        self._head = request.head(calls, model, request.chunk_kind)
 
     def start(self) -> bytes:
         return b""
@@ -236,7 +231,7 @@ class ChoiceEvents(ABC):
     def end(self) -> bytes:
         # Engines report logprobs at the end, when all tokens and parts exist.
         data = b"".join(
-            self._event(self._request.choice(index, call, self._last, self._model))
+            self._event(self._request.choice(index, call, self._request.last, self._model))
             for index, call in enumerate(self._calls)
         )
         if self._request.include_usage:
@@ -258,7 +253,7 @@ class ChatEvents(ChoiceEvents):
     """Formats the parts of calls as server-sent events."""
 
     def __init__(self, request: ChatRequest, calls: Sequence[ModelCall], model: ServedModel) -> None:
-        super().__init__(request, calls, model, "chat.completion.chunk", {"delta": {}})
+        super().__init__(request, calls, model)
         self._called = [0] * len(calls)
 
     def start(self) -> bytes:

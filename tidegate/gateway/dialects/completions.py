@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from tidegate.gateway.dialects import fields
 from tidegate.gateway.dialects.base import ServedModel
@@ -24,7 +24,8 @@ class CompletionsRequest(ChoicesRequest):
     """A parsed request for completions of one or several prompts."""
 
     __slots__ = ()
-    id_prefix, kind = "cmpl", "text_completion"
+    id_prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    last: ClassVar = {"text": ""}
 
     def content(self, call: ModelCall) -> dict[str, Any]:
         return {"text": call.recorded.reply["content"]}
@@ -38,7 +39,7 @@ class CompletionsRequest(ChoicesRequest):
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
     def events(self, calls: Sequence[ModelCall], model: ServedModel) -> CompletionEvents:
-        return CompletionEvents(self, calls, model, self.kind, {"text": ""})
+        return CompletionEvents(self, calls, model)
 
 
 class CompletionEvents(ChoiceEvents):

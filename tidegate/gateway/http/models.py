@@ -47,7 +47,7 @@ class CountEndpoint:
         except ApiError as refusal:
             await refuse(send, messages, refusal, gateway.metrics)
             return
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - logged and returned to the client
             await refuse(send, messages, internal_error(session, error), gateway.metrics)
             return
         await respond(send, 200, orjson.dumps({"input_tokens": tokens}))

@@ -26,7 +26,7 @@ from tidegate.gateway.rendering.renderer import LargeText
 from tidegate.gateway.sessions.model_calls import ModelCall, RawBody, TurnRequest
 from tidegate.gateway.sessions.session import GatewaySession, check_limits
 from tidegate.gateway.sessions.tree import TurnNode, TurnRequestInfo
-from tidegate.gateway.turns.prompts import PromptBuilder, Rendered
+from tidegate.gateway.turns.prompts import PromptBuilder, Rendered, mark_delivered
 from tidegate.turn import CLIENT_CLOSED, Turn
 
 log = logging.getLogger("tidegate.gateway")
@@ -165,7 +165,7 @@ class TurnPipeline:
             call.reader.finish()
         node = self._append(session, call, result)
         if call.engine_request.closed:
-            self._mark_delivered(session, node.turn.index)
+            mark_delivered(session, node.turn.index, self._metrics)
         # Before the first await: a cancelled task would otherwise leave a turn in the tree that is never
         # written.
         session.unpersisted[node.turn.index] = node
@@ -261,13 +261,10 @@ class TurnPipeline:
             call.refusal = call.refusal or engine_failure(ABANDONED)
             call.task.cancel()
 
-    def _mark_delivered(self, session: GatewaySession, index: int) -> None:
-        next(iter(self.prompts.values())).mark_delivered(session, index)  # the same for each policy
-
     def deliver(self, session: GatewaySession, call: ModelCall) -> None:
         """Marks a reply as delivered; the caller must send it without awaiting anything in between."""
         session.calls.on_delivered(call)
-        self._mark_delivered(session, call.recorded.turn.index)
+        mark_delivered(session, call.recorded.turn.index, self._metrics)
         session.forget_failures()
 
     def _close(self, session: GatewaySession, call: ModelCall) -> None:
@@ -288,7 +285,7 @@ class TurnPipeline:
         self._metrics.client_closed_turns += 1
         count = call.delivered_ids(node.turn.output_ids.tolist())
         session.tree.truncate(node.turn.index, count, call.reader.message())
-        self._mark_delivered(session, node.turn.index)
+        mark_delivered(session, node.turn.index, self._metrics)
         session.unpersisted[node.turn.index] = node
         self._write(session)
 

@@ -243,13 +243,8 @@ class PromptBuilder:
             self._metrics.rerendered_tokens += len(delta)
         if attachment.parent is not None:
             session.tree.nodes[attachment.parent].quoted = True  # the client received its reply
-            self.mark_delivered(session, attachment.parent)
+            mark_delivered(session, attachment.parent, self._metrics)
         return attachment, delta
-
-    def mark_delivered(self, session: GatewaySession, index: int) -> None:
-        if not session.tree.nodes[index].turn.delivered:
-            self._metrics.undelivered_turns -= 1
-            session.tree.mark_delivered(index)
 
     def recorded_call(self, request: TurnRequest, node: TurnNode) -> ModelCall:
         """Creates a call for a repeated request whose turn `node` is already recorded."""
@@ -362,6 +357,13 @@ class PromptBuilder:
         """Returns whether a prompt that ends with `delta` opens a reasoning section; None if the model does
         not reason."""
         return None if self.thought_end is None else self._opens_thought(tuple(delta[-4:].tolist()))
+
+
+def mark_delivered(session: GatewaySession, index: int, metrics: GatewayMetrics) -> None:
+    """Marks the reply of a turn as received by the client."""
+    if not session.tree.nodes[index].turn.delivered:
+        metrics.undelivered_turns -= 1
+        session.tree.mark_delivered(index)
 
 
 def model_context(model: Path) -> int | None:

@@ -1,1 +1,0 @@
-"""Attempts that remote workers take from the gateway."""
