@@ -31,7 +31,9 @@ def test_steps_after_a_resume_are_replayed_at_the_version_they_had(
     with training(run_dir, "--trainer.steps=4", "--resume", *more) as run:
         assert run.wait() == 0, run.output()[-3000:]
     held(run_dir)
-    assert max(line["logprob_max_error"] or 0 for line in metrics(run_dir)[1:]) < 0.1, "one pass is bfloat16"
+    # A pass in bfloat16 differs by up to 5e-4, the weights of another version by 3e-3 or more.
+    own = [line["logprob_drift"] for line in metrics(run_dir)[1:] if line["staleness/max"] == 0]
+    assert max(own) < 1e-3
     assert main(["replay", str(run_dir), "--from", "2", "--json"]) == 0
     steps = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["step"], one["same_weights"]) for one in steps] == [(3, None), (4, True)]
