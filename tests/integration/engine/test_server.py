@@ -211,7 +211,7 @@ async def test_in_place_keeps_the_cache_only_without_a_flush(
 ) -> None:
     """`flush_cache` is true by default; with it nothing reports failure, and no old keys are left."""
     async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(client.generate([1, 2, 3], max_new_tokens=LONG, ignore_eos=True))
+        waiting = group.create_task(client.generate([1, 2, 3], "long", max_new_tokens=LONG, ignore_eos=True))
         await client.until(lambda info: info["tokens_sampled"] > 10)
         await client.post("/pause_generation", {"mode": "in_place"})
         body = {"model_path": str(directories[1]), "weight_version": 4}
@@ -222,6 +222,8 @@ async def test_in_place_keeps_the_cache_only_without_a_flush(
         info = await client.info()
         assert (info["weight_version"], info["num_running"]) == ("4", 0 if flush else 1)
         await client.post("/continue_generation")
+        await client.until(lambda later: later["tokens_sampled"] > info["tokens_sampled"] + 10)
+        await client.post("/abort_request", {"rid": "long"})
     meta = (await waiting)["meta_info"]
     assert meta.get("kv_version") == (None if flush else "3")
     assert [span["version"] for span in meta["weight_versions"]] == ["3", "4"]

@@ -181,13 +181,12 @@ async def test_a_group_waits_while_its_judge_is_unavailable(
         assert await asyncio.wait_for(sealing, 20.0) is None
         [group] = await stage.client.lease(1, 1, 0.0)
         assert group.rewards() == [pytest.approx(1.2)]
-    assert "the ranking of group g: " in caplog.text
+        assert "the ranking of group g: " in caplog.text
 
-    monkeypatch.setattr(rewards, "OUTAGE_S", 0.0)
-    async with ranking(tmp_path / "late", attempts=1) as (stage, endpoint):
+        monkeypatch.setattr(rewards, "OUTAGE_S", 0.0)
         endpoint.reply = lambda _: (503, "overloaded")
-        why = await stage.client.seal_group("g", "t", [await episode(stage, "0.2", 0)])
-        assert "status 503: overloaded" in str(why)
+        late = [await episode(stage, "0.3", 0, group="late")]
+        assert "status 503: overloaded" in str(await stage.client.seal_group("late", "t", late))
 
 
 async def test_a_dropped_group_waits_for_no_ranking(tmp_path: Path) -> None:

@@ -337,12 +337,10 @@ def test_a_long_run_makes_a_small_page_quickly(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", steps=10)
     row = metrics_of(run_dir)[-1]
     with (run_dir / "metrics.jsonl").open("w") as file:
-        file.writelines(
-            json.dumps({**row, "step": step, "time": float(step)}) + "\n" for step in range(16_000)
-        )
+        file.writelines(json.dumps({**row, "step": step, "time": float(step)}) + "\n" for step in range(4000))
     began = time.process_time()
     path = write_report(run_dir)
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < 2.5
     assert path.stat().st_size < 1_000_000
 
 
