@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from examples.tiny_base.make import demonstration
 from tests.e2e.runs import DEMO, ENVIRONMENT, REPO, metrics, start_until_complete
 from tidegate.agents.solver import TOOLS
+from tidegate.cli import main
 from tidegate.envs.arithmetic import draw_problem, substitute_numbers
 from tidegate.failpoints import PASSED, VARIABLE
 from tidegate.trainer.ledger.audit import audit_run
@@ -67,27 +68,31 @@ def numbers(run_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMES} for line in metrics(run_dir)]
 
 
-Whole = Callable[..., tuple[Path, str]]
+Whole = Callable[..., Path]
 RESULT = "model/model.safetensors"
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> Whole:
-    """The directory and the output of a fine-tuning that is not killed; one is run for each settings."""
+    """The directory of a fine-tuning that is not killed; one is run for each settings."""
 
     @functools.cache
-    def run(*more: str) -> tuple[Path, str]:
+    def run(*more: str) -> Path:
         parent = tmp_path_factory.mktemp("whole")
         ended = sft(parent, "whole", chats, *more)
         assert ended.returncode == 0, ended.stderr
-        return parent / "whole-sft", ended.stderr
+        return parent / "whole-sft"
 
     return run
 
 
-def test_a_fine_tuning_evaluates_validates_and_saves_its_model(whole: Whole) -> None:
-    run_dir, said = whole()
-    assert "36 sequences, 4 for validation, 10 steps" in said
+def test_a_fine_tuning_evaluates_validates_and_saves_its_model(
+    tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPO)
+    assert main(command(tmp_path, "whole", chats)) == 0
+    assert "36 sequences, 4 for validation, 10 steps" in capsys.readouterr().err
+    run_dir = tmp_path / "whole-sft"
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(11))
     assert [line["step"] for line in lines if "validation/loss" in line] == [0, 3, 6, 9, 10]
@@ -121,7 +126,7 @@ def test_a_fine_tuning_killed_at_every_write_ends_with_the_same_weights(
     passed.mkdir()
     armed = {**ENVIRONMENT, VARIABLE: ",".join(points), PASSED: str(passed)}
     again = command(tmp_path, "killed", chats, *more)
-    killed, (right, _) = tmp_path / "killed-sft", whole(*more)
+    killed, right = tmp_path / "killed-sft", whole(*more)
     codes = start_until_complete(killed, *again, environment=armed, resume="--resume")
     assert codes == [-signal.SIGKILL] * len(points) + [0]
     assert (right / RESULT).read_bytes() == (killed / RESULT).read_bytes()
@@ -131,7 +136,7 @@ def test_a_fine_tuning_killed_at_every_write_ends_with_the_same_weights(
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one(whole: Whole) -> None:
-    runs = [whole()[0], whole("--trainer.ranks=2")[0]]
+    runs = [whole(), whole("--trainer.ranks=2")]
     one, two = (load_file(run / RESULT) for run in runs)
     assert one.keys() == two.keys()
     assert max(float(abs(one[name] - two[name]).max()) for name in one) < 1e-3
@@ -149,10 +154,12 @@ def test_two_ranks_train_as_one(whole: Whole) -> None:
     ],
 )
 def test_what_refuses_the_training_is_found_before_the_fine_tuning(
-    tmp_path: Path, chats: Path, setting: str, code: int, why: str
-) -> None:
-    ended = sft(tmp_path, "both", chats, "--then", "train", *TINY_RUN, setting)
-    assert (ended.returncode, why in ended.stderr) == (code, True), ended.stderr
+    tmp_path: Path, chats: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    setting: str, code: int, why: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(REPO)
+    assert main(command(tmp_path, "both", chats, "--then", "train", *TINY_RUN, setting)) == code
+    assert why in capsys.readouterr().err
     assert not (tmp_path / "both-sft").exists()
 
 

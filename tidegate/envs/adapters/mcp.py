@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,9 @@ class McpConnection:
             return http.streamable_http_client(self.server, http_client=client)
         stdio = require("mcp.client.stdio")
         command, *arguments = shlex.split(self.server)
-        return stdio.stdio_client(stdio.StdioServerParameters(command=command, args=arguments))
+        server = stdio.StdioServerParameters(command=command, args=arguments)
+        # Its default is what `sys.stderr` was at the import, which may have no file descriptor.
+        return stdio.stdio_client(server, sys.__stderr__ or sys.stderr)
 
 
 class McpTools(Environment):
