@@ -494,13 +494,3 @@ async def test_a_gateway_that_dies_is_started_again(run_dir: Path, agents: Path)
     assert code == 0, err
     assert "the gateway was killed by SIGKILL" in err
     assert results["status"] == "completed"
-
-
-def test_an_endpoint_and_gold_answers_need_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import tidegate.evaluation.evaluate\n"
-        "from tidegate.cli import main\n"
-        "sys.exit(main(['eval', '--env.use', 'arithmetic', '--gold']))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

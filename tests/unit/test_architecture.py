@@ -362,17 +362,20 @@ def positional_fields(node: ast.ClassDef) -> int:
 def test_gateway_agents_and_environments_work_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.envs.arithmetic, tidegate.cli\n"
-        "assert 'mcp' not in sys.modules, 'it is imported at the first MCP request'"
+        "import tidegate.gateway.http.app, tidegate.agents.solver, tidegate.cli\n"
+        "import tidegate.evaluation.evaluate\n"
+        "assert 'mcp' not in sys.modules, 'it is imported at the first MCP request'\n"
+        "assert tidegate.cli.main(['eval', '--env.use', 'arithmetic', '--gold']) == 0"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_workers_clients_and_environments_need_no_extra() -> None:
-    extra = ("torch", "safetensors", "transformers", "tokenizers", "mcp", "uvloop", "zstandard")
+    extra = ("torch", "safetensors", "transformers", "tokenizers", "matplotlib", "mcp", "uvloop", "zstandard")
     modules = (
-        "agents.attempt_runner, agents.solver, agents.chat, agents.command, client, envs.service.server, "
-        "envs.arithmetic, gateway.client, viewer.dashboard.app, trainer.ledger.state, evaluation.stats"
+        "agents.attempt_runner, agents.solver, agents.chat, agents.command, cli.worker, client, "
+        "envs.service.server, envs.arithmetic, gateway.client, viewer.dashboard.app, viewer.live, "
+        "viewer.report, trainer.ledger.state, evaluation.stats"
     )
     code = f"import sys\nfor name in {extra}: sys.modules[name] = None\n" + "\n".join(
         f"import tidegate.{module}" for module in modules.split(", ")

@@ -209,13 +209,6 @@ async def test_a_refused_worker_raises(stage: Stage) -> None:
         await AttemptRunner(stage.url, "wrong", FunctionAgent(answer), 1, lambda _: None).run(asyncio.Event())
 
 
-def test_a_worker_needs_no_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; import tidegate.cli.worker, tidegate.agents.attempt_runner"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="the worker in JavaScript needs node")
 async def test_the_worker_in_javascript(stage: Stage, tmp_path: Path) -> None:
     opened = [await offer(stage.client, heartbeat_s=0.3) for _ in range(3)]

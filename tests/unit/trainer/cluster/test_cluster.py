@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tidegate.cli import main
 from tidegate.config import Settings, load_settings
 from tidegate.errors import ConfigError, StartError
 from tidegate.observer import Silent
@@ -147,16 +147,13 @@ def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
     assert news[-1] == ("note", (str(MAX_EVENTS + 4),))
 
 
-def test_without_ray_one_sentence_says_what_to_install(tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None\n"
-        "import tidegate.cli\n"
-        "words = ['--cluster', 'auto', '--model.path', 'x', '--run.live_view=false']\n"
-        "sys.exit(tidegate.cli.main(['train', *words]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ
-    )
-    assert done.returncode == StartError.exit_code
-    assert done.stderr == f"tidegate: --cluster needs Ray, on every node: {advise_extra('ray')}\n"
+def test_without_ray_one_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.chdir(tmp_path)
+    words = ["--cluster", "auto", "--model.path", "x", "--run.live_view=false"]
+    assert main(["train", *words]) == StartError.exit_code
+    needs = f"tidegate: --cluster needs Ray, on every node: {advise_extra('ray')}\n"
+    assert capsys.readouterr().err == needs
     assert list(tmp_path.iterdir()) == []
