@@ -13,6 +13,7 @@ from aiohttp import web
 from tidegate.service.service import LOOPBACK
 from tidegate.trainer.processes.provider import GatewayAccess
 
+Report = asyncio.Future[dict[str, Any]]
 MAX_BODY = 64 * 1024 * 1024
 LATE_S = 3.0
 """Seconds after its deadline in which an attempt may still be reported, as at a gateway."""
@@ -23,9 +24,9 @@ class AttemptServer:
 
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
-        self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._taken: dict[str, tuple[str, asyncio.Future[dict[str, Any]]]] = {}
-        """Finish key and report of each attempt that the process has taken."""
+        self._queue: asyncio.Queue[tuple[dict[str, Any], Report]] = asyncio.Queue()
+        self._taken: dict[str, Report] = {}
+        """Reports of the attempts that the process has taken."""
         self._left: set[str] = set()
         """Names of the processes that have exited; a poll of theirs may still be waiting."""
         self._returned = 0
@@ -47,11 +48,11 @@ class AttemptServer:
 
     async def run(self, attempt: dict[str, Any]) -> dict[str, Any]:
         """Have an attempt run; returns the report of its end."""
-        ended: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        ended: Report = asyncio.get_running_loop().create_future()
         name = secrets.token_hex(12)
-        finish_key = secrets.token_urlsafe(24)
-        row = {**attempt, "attempt": name, "finish_key": finish_key, "heartbeat_s": 0.0}
-        self._queue.put_nowait({**row, "ended": ended})
+        # The process alone has its key: agents get none of these.
+        row = {**attempt, "attempt": name, "finish_key": self._key, "heartbeat_s": 0.0}
+        self._queue.put_nowait((row, ended))
         try:
             return await ended
         finally:
@@ -60,7 +61,7 @@ class AttemptServer:
     async def leave(self, worker: str) -> int:
         """End the attempts of the process, which has exited; returns how many of its agents returned."""
         self._left.add(worker)
-        for _, ended in self._taken.values():
+        for ended in self._taken.values():
             _end(ended, "cancelled", "the agents' process exited")
         returned, self._returned = self._returned, 0
         return returned
@@ -71,28 +72,25 @@ class AttemptServer:
 
     async def _next(self, request: web.Request) -> web.Response:
         poll = await self._body(request)
-        rows: list[dict[str, Any]] = []
+        offers: list[tuple[dict[str, Any], Report]] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(poll["wait_s"]):
-                rows.append(await self._queue.get())
-        while rows and len(rows) < poll["capacity"] and not self._queue.empty():
-            rows.append(self._queue.get_nowait())
+                offers.append(await self._queue.get())
+        while offers and len(offers) < poll["capacity"] and not self._queue.empty():
+            offers.append(self._queue.get_nowait())
         if poll["worker"] in self._left:
-            for row in rows:
-                self._queue.put_nowait(row)
+            for offer in offers:
+                self._queue.put_nowait(offer)
             raise web.HTTPGone
-        for row in rows:
-            ended = row.pop("ended")
-            self._taken[row["attempt"]] = (row["finish_key"], ended)
+        for row, ended in offers:
+            self._taken[row["attempt"]] = ended
             why = "the agent did not return before its deadline"
             asyncio.get_running_loop().call_later(row["deadline_s"] + LATE_S, _end, ended, "timeout", why)
-        return web.json_response({"attempts": rows})
+        return web.json_response({"attempts": [row for row, _ in offers]})
 
     async def _finish(self, request: web.Request) -> web.Response:
-        finish_key, ended = self._taken.get(request.match_info["attempt"], (None, None))
-        if finish_key is not None:
-            _check_key(request, finish_key)
-        report = await request.json()
+        report = await self._body(request)
+        ended = self._taken.get(request.match_info["attempt"])
         if ended is not None and not ended.done():
             self._returned += report["outcome"] is None
             ended.set_result(report)
@@ -103,17 +101,13 @@ class AttemptServer:
         return web.json_response({})
 
     async def _body(self, request: web.Request) -> dict[str, Any]:
-        _check_key(request, self._key)
+        given = request.headers.get("Authorization", "").encode("utf-8", "replace")
+        if not secrets.compare_digest(given, f"Bearer {self._key}".encode()):
+            raise web.HTTPUnauthorized
         body: dict[str, Any] = await request.json()
         return body
 
 
-def _check_key(request: web.Request, key: str) -> None:
-    given = request.headers.get("Authorization", "").encode("utf-8", "replace")
-    if not secrets.compare_digest(given, f"Bearer {key}".encode()):
-        raise web.HTTPUnauthorized
-
-
-def _end(ended: asyncio.Future[dict[str, Any]], outcome: str, error: str) -> None:
+def _end(ended: Report, outcome: str, error: str) -> None:
     if not ended.done():
         ended.set_result({"outcome": outcome, "error": error})
