@@ -11,9 +11,10 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from tidegate.config import Settings
+from tidegate.envs.base import Environment
 from tidegate.errors import GatewayError, NoUsableEpisodesError, TidegateError, TrainingError
 from tidegate.gateway.client import SessionSummary
 from tidegate.trainer.admission.core import Admission
@@ -34,12 +35,6 @@ RUN_ENDED = "the run ended before a batch had the group"
 """Reason in the status of a client's group that no batch took."""
 
 
-class Tasks(Protocol):
-    """Source of training tasks; an environment is one."""
-
-    def train_task(self, index: int) -> Task: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class Rollout:
     """Owns the running groups. `run()` lasts until it is cancelled or raises; `stop()` is final."""
@@ -47,7 +42,7 @@ class Rollout:
     settings: Settings
     admission: Admission
     episodes: EpisodeSource
-    tasks: Tasks
+    tasks: Environment
     save: Callable[[Sequence[Trajectory], State], Awaitable[None]]
     """Saves episodes that failed, or became stale before their group was leased."""
     dead_letter: Callable[[Task, str, int, Sequence[Attempted]], Awaitable[None]]
