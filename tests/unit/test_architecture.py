@@ -50,7 +50,6 @@ ALLOWED = {
         "trainer.ledger.versions",
     },
     "plan": {
-        "trainer.backends",
         "doctor.model",
         "engine.options",
         "trainer.cluster.placement",

@@ -12,8 +12,9 @@ import pytest_asyncio
 from tests.engine_contract import embedded, make_versions, served
 from tests.integration.engine.engine_http import Client
 from tidegate.config import EngineSettings
-from tidegate.service.service import Service
-from tidegate.trainer.processes.servers import vllm_server
+from tidegate.service.service import LOOPBACK, Service
+from tidegate.trainer.processes.provider import CurrentWeights
+from tidegate.trainer.processes.servers import restart_s, vllm_arguments
 
 PYTHON = os.environ.get("TIDEGATE_VLLM_PYTHON", "")
 ARGUMENTS = [
@@ -36,6 +37,15 @@ def python() -> str:
     return PYTHON
 
 
+def vllm_server(settings: EngineSettings, current: CurrentWeights, directory: Path) -> Service:
+    """`tidegate vllm` with these weights."""
+
+    def arguments() -> list[str]:
+        return [*vllm_arguments(settings, current, 0), "--host", LOOPBACK]
+
+    return Service("vllm", arguments, directory, name="engine", ready_s=restart_s(settings))
+
+
 @pytest.fixture(scope="session")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return make_versions(tmp_path_factory, hidden=128)  # attention heads of 32: vLLM has none of 16
@@ -53,7 +63,7 @@ async def engine(
     service: Service
     if request.param == "vllm":
         settings = EngineSettings(kind="vllm", python=Path(python), arguments=ARGUMENTS)
-        service = vllm_server(settings, lambda: (versions[0], 0), place, "engine", 0)
+        service = vllm_server(settings, lambda: (versions[0], 0), place)
     else:
         service = embedded(versions[0], place)
     async with served(service) as client:

@@ -19,9 +19,8 @@ from tests.engine_adapters import (
 )
 from tests.engine_contract import load
 from tests.integration.engine.engine_http import Client
-from tests.vllm.conftest import ARGUMENTS
+from tests.vllm.conftest import ARGUMENTS, vllm_server
 from tidegate.config import EngineSettings
-from tidegate.trainer.processes.servers import vllm_server
 
 pytestmark = pytest.mark.timeout(1800)
 OPTIONS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
@@ -30,7 +29,7 @@ OPTIONS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"]
 async def test_adapters_are_published_beside_those_in_use(python: str, tmp_path: Path) -> None:
     given = make_adapters(tmp_path)
     settings = EngineSettings(kind="vllm", python=Path(python), arguments=[*OPTIONS, *ARGUMENTS])
-    stand = Published({"": given}, tmp_path, lambda now: vllm_server(settings, now, tmp_path, "engine", 0))
+    stand = Published({"": given}, tmp_path, lambda now: vllm_server(settings, now, tmp_path))
     try:
         await publish_during_requests(stand)
         await cache_is_of_one_version(stand)

@@ -12,10 +12,9 @@ import pytest
 
 from tests.e2e.runs import gone
 from tests.integration.engine.engine_http import Client
-from tests.vllm.conftest import ARGUMENTS
+from tests.vllm.conftest import ARGUMENTS, vllm_server
 from tidegate.config import EngineSettings
 from tidegate.errors import StartError
-from tidegate.trainer.processes.servers import vllm_server
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,7 +30,7 @@ async def test_it_refuses_what_vllm_has_not_and_ends_whole(
     python: str, versions: list[Path], tmp_path: Path
 ) -> None:
     settings = EngineSettings(kind="vllm", python=Path(python), arguments=ARGUMENTS)
-    service = vllm_server(settings, lambda: (versions[0], 0), tmp_path, "engine", 0)
+    service = vllm_server(settings, lambda: (versions[0], 0), tmp_path)
     try:
         url = await service.start()
         async with aiohttp.ClientSession() as http:
@@ -71,7 +70,7 @@ async def refusals(engine: Client) -> None:
 
 async def test_a_server_that_cannot_start_says_why(python: str, versions: list[Path], tmp_path: Path) -> None:
     settings = EngineSettings(kind="vllm", python=Path(python), arguments=["--no-such-argument"])
-    service = vllm_server(settings, lambda: (versions[0], 0), tmp_path, "engine", 0)
+    service = vllm_server(settings, lambda: (versions[0], 0), tmp_path)
     with pytest.raises(StartError, match="the vLLM server did not start"):
         await service.start()
     assert "--no-such-argument" in service.log.read_text()

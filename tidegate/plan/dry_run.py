@@ -16,17 +16,15 @@ from tidegate.plan.memory import Item, check_memory, disk_plan, readable, run_pl
 from tidegate.plan.shape import read_shape
 from tidegate.service.directory_lock import refuse_if_in_use
 from tidegate.settings import sections
-from tidegate.trainer.backends import engine_command
 from tidegate.trainer.cluster.placement import Placement
 from tidegate.trainer.forecast import advice, episodes_at_a_time, forecast, measure_rate
 from tidegate.trainer.preflight import check_writable
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 from tidegate.trainer.processes.servers import (
     engine_arguments,
+    engine_command,
     gateway_arguments,
     sglang_options,
-    vllm_arguments,
-    vllm_engine,
 )
 
 MASK = "…"
@@ -117,11 +115,7 @@ def _engine(settings: Settings) -> list[str]:
     if engine.kind == "sglang":
         server = [str(engine.python), "-m", "sglang.launch_server", "--model-path", str(model)]
         return [*server, "--weight-version", "0", *sglang_options(settings), *engine.numbered(0)]
-    if engine.kind == "vllm":
-        return ["tidegate", "vllm", *vllm_arguments(vllm_engine(settings), lambda: (model, 0), 0)]
-    if engine.kind != "embedded":
-        return ["tidegate", *engine_command(settings, lambda: (model, 0))]
-    return ["tidegate", "engine", *engine_arguments(settings, lambda: (model, 0))]
+    return ["tidegate", *engine_command(settings, lambda: (model, 0), 0)]
 
 
 def _memory(settings: Settings) -> Iterator[str]:

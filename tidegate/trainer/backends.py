@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tidegate.config import Settings
-from tidegate.service.service import Service
 from tidegate.settings.reading import arguments_of
 from tidegate.settings.servers import TinkerCommand
 from tidegate.settings.tinker import TinkerService
@@ -40,14 +39,8 @@ def engine_command(settings: Settings, current: CurrentWeights) -> list[str]:
     return ["tinker", *arguments_of(command), "--weight-version", str(version)]
 
 
-def engine(
-    settings: Settings, current: CurrentWeights, directory: Path, name: str, host: str, key: str | None
-) -> Service:
-    """Create a process that samples at the service, with its own key and the key of the service."""
+def engine_secrets(settings: Settings) -> dict[str, str | None]:
+    """Return what a process that samples at the service needs, beside its own key: that of the service."""
     from tidegate.tinker.service import service_key
 
-    def arguments() -> list[str]:
-        return [*engine_command(settings, current)[1:], "--host", host]
-
-    secrets = {"key": key, "service_key": service_key(settings.trainer.tinker)}
-    return Service("tinker", arguments, directory, name=name, secrets=secrets)
+    return {"service_key": service_key(settings.trainer.tinker)}

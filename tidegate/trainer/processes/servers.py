@@ -155,24 +155,6 @@ def _adapters(settings: Settings) -> list[LoRASettings]:
     return [lora for lora in loras if lora is not None and lora.publish == "adapter"]
 
 
-def vllm_server(
-    settings: EngineSettings,
-    current: CurrentWeights,
-    directory: Path,
-    name: str,
-    index: int,
-    address: str = LOOPBACK,
-    key: str | None = None,
-) -> Service:
-    """Create a server that runs `tidegate vllm` with the current weights; calls need the key, if any."""
-
-    def arguments() -> list[str]:
-        return [*vllm_arguments(settings, current, index), "--host", address]
-
-    secrets, ready_s = {} if key is None else {"key": key}, restart_s(settings)
-    return Service("vllm", arguments, directory, name=name, secrets=secrets, ready_s=ready_s)
-
-
 def vllm_arguments(settings: EngineSettings, current: CurrentWeights, index: int) -> list[str]:
     weights, version = current()
     engine = {"python": settings.python, "arguments": settings.numbered(index)}
@@ -205,16 +187,25 @@ def engine_server(
     engine = settings.engine
     if engine.kind == "sglang":
         return SGLangServer(engine, current, directory, name, index, host, sglang_options(settings))
-    if engine.kind == "vllm":
-        return vllm_server(vllm_engine(settings), current, directory, name, index, host, key)
-    if engine.kind != "embedded":
-        return backends.engine(settings, current, directory, name, host, key)
 
     def arguments() -> list[str]:
-        return [*engine_arguments(settings, current), "--host", host]
+        return [*engine_command(settings, current, index)[1:], "--host", host]
 
-    secrets = {} if key is None else {"key": key}
-    return Service("engine", arguments, directory, name=name, port=port, secrets=secrets)
+    verb = "engine" if engine.kind == "embedded" else engine.kind
+    secrets: dict[str, str | None] = {} if key is None else {"key": key}
+    if engine.kind not in ("embedded", "vllm"):
+        secrets = {"key": key, **backends.engine_secrets(settings)}
+    ready_s = EXTERNAL_READY_S if engine.kind == "vllm" else READY_S
+    return Service(verb, arguments, directory, name=name, port=port, secrets=secrets, ready_s=ready_s)
+
+
+def engine_command(settings: Settings, current: CurrentWeights, index: int) -> list[str]:
+    """Return the command and the arguments of `tidegate` for one of a run's engines, other than SGLang."""
+    if settings.engine.kind == "vllm":
+        return ["vllm", *vllm_arguments(vllm_engine(settings), current, index)]
+    if settings.engine.kind != "embedded":
+        return backends.engine_command(settings, current)
+    return ["engine", *engine_arguments(settings, current)]
 
 
 def teacher_server(settings: Settings, name: str, model: Path, directory: Path) -> Service:
