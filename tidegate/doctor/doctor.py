@@ -55,19 +55,16 @@ class Examination:
         found, renderer = await asyncio.to_thread(check_model, self.settings)
         self._report(found)
         found, environment = await asyncio.to_thread(check_environment, self.settings, renderer)
-        if not self._report(found):
+        if not self._report(found) or environment is None:
             self._skip("rewards", "the environment has an error")
             environment = None
-        if environment is not None:
-            if self._report(await asyncio.to_thread(check_states, environment)):
-                self._report(await asyncio.to_thread(check_rewards, environment))
-            else:
-                self._skip("rewards", "the environment's states have an error")
-                environment = None
-        if environment is not None and not self._report(
-            await check_judge(self.settings.env.judge, environment)
-        ):
-            self._remove_judge()
+        elif not self._report(await asyncio.to_thread(check_states, environment)):
+            self._skip("rewards", "the environment's states have an error")
+            environment = None
+        else:
+            self._report(await asyncio.to_thread(check_rewards, environment))
+            if not self._report(await check_judge(self.settings.env.judge, environment)):
+                self._remove_judge()
         async with contextlib.AsyncExitStack() as stack:
             await self._with_processes(stack, renderer, environment)
         return self.findings

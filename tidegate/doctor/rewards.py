@@ -59,8 +59,10 @@ def check_rewards(environment: Environment) -> list[Finding]:
         graded = [_grade(environment, task, gold, known) for task, gold in zip(tasks, known, strict=True)]
     except Fault as fault:
         return [fault.finding]
-    verdict = _verdict(graded, _reads_trajectory(environment))
-    if verdict.level is not Level.OK and _reads_state(environment):
+    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
+    reads_trajectory = any("trajectory" in inspect.signature(reward.fn).parameters for reward in rewards)
+    verdict = _verdict(graded, reads_trajectory)
+    if verdict.level is not Level.OK and any(reward.needs_state for reward in rewards):
         why = "rewards read the state, which only an episode changes; they were tried on that of setup()"
         return [note("rewards", "reads_state", why)]
     return [verdict]
@@ -110,15 +112,6 @@ def _verdict(graded: Sequence[Graded], reads_trajectory: bool) -> Finding:
         f"{poor[0]}; {means}"
     )
     return warning("rewards", "gold_sometimes_no_better", text, fix)
-
-
-def _reads_trajectory(environment: Environment) -> bool:
-    rewards = [reward for scorer in environment.rewarders().values() for reward in scorer.rewards]
-    return any("trajectory" in inspect.signature(reward.fn).parameters for reward in rewards)
-
-
-def _reads_state(environment: Environment) -> bool:
-    return any(reward.needs_state for scorer in environment.rewarders().values() for reward in scorer.rewards)
 
 
 def score(environment: Environment, task: Task, output: str) -> float:

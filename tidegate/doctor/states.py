@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -95,15 +96,9 @@ def _state(scorer: Environment, task: Task) -> Iterator[Finding]:
 async def _set_up_twice(scorer: Environment, task: Task) -> str | None:
     """Makes two states and has one of them answer a reply; returns the place at which they differed."""
     one, other = Episode(scorer, task), Episode(scorer, task)
-    await one.setup()
-    try:
-        await other.setup()
-        try:
-            try:
-                return difference(one.state, other.state)
-            finally:
-                await one.respond(dict(REPLY))
-        finally:
-            await other.teardown()
-    finally:
-        await one.teardown()
+    async with contextlib.AsyncExitStack() as stack:
+        for episode in (one, other):
+            await episode.setup()
+            stack.push_async_callback(episode.teardown)
+        stack.push_async_callback(one.respond, dict(REPLY))
+        return difference(one.state, other.state)
