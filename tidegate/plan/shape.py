@@ -31,23 +31,13 @@ from tidegate.errors import ConfigError
 from tidegate.weights.files import stored_parameters
 
 FLOAT32 = 4
-
-
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 IN_BFLOAT16 = 0.7
 """Size of activations computed in bfloat16, relative to float32."""
-
-
 LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28
 """Maximum logits computed at once, as in the trainer."""
-
-
 # From the config.json that Qwen publishes with each, so that a plan can be made before a download.
 _QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "model_type": "qwen3"}
-
-
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
                    "num_attention_heads": 16, "tie_word_embeddings": True},

@@ -141,22 +141,20 @@ class Replay:
                 "process cannot reproduce bit for bit: pass --trainer.ranks 1 and expect the last digits "
                 "to differ"
             )
-        if self.first == 0 and settings.policies:
-            return load_policies(settings, settings.model.path)
-        if self.first == 0:
-            return Policy.load(settings.model.path.absolute(), settings.trainer, settings.run.seed)
         saved = checkpoints.committed(self.run_dir)
-        if self.first not in saved:
+        if self.first and self.first not in saved:
             available = ", ".join(map(str, [0, *sorted(saved)]))
             raise TidegateError(
                 f"{self.run_dir} has no checkpoint of step {self.first}; replay can start from {available}"
             )
+        weights = saved[self.first] if self.first else settings.model.path.absolute()
+        policy: Policy | Policies
         if settings.policies:
-            policy: Policy | Policies = load_policies(settings, saved[self.first])
+            policy = load_policies(settings, weights)
         else:
-            base = base_model(settings, saved[self.first])
-            policy = Policy.load(base, settings.trainer, settings.run.seed)
-        checkpoints.load(checkpoints.read(saved[self.first]), policy)
+            policy = Policy.load(base_model(settings, weights), settings.trainer, settings.run.seed)
+        if self.first:
+            checkpoints.load(checkpoints.read(weights), policy)
         return policy
 
 
