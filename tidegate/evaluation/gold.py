@@ -11,7 +11,7 @@ from typing import Any
 from tidegate.envs.base import Environment
 from tidegate.envs.service.scoring import score
 from tidegate.errors import ConfigError, RewardError
-from tidegate.types import Message, Scored, Task
+from tidegate.types import Message, Scored, Task, fields_of
 
 ENDLESS_TRAIN = 1000
 """Number of training tasks that are graded if the split has no end."""
@@ -138,9 +138,5 @@ def gold_results(env: Mapping[str, Any], splits: Sequence[GoldSplit]) -> dict[st
         "total": sum(split.total for split in splits),
         "splits": [{"name": split.name, "right": split.right, "total": split.total} for split in splits],
         "extractors": dict(sum((split.extractors for split in splits), Counter[str]())),
-        "misses": [
-            {"task_id": miss.task_id, "answer": miss.answer, "why": miss.why}
-            for split in splits
-            for miss in split.misses
-        ],
+        "misses": [fields_of(miss) for split in splits for miss in split.misses],
     }
