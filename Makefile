@@ -68,7 +68,7 @@ test: install    ## the quick suite (under six minutes on two cores)
 	$(BIN)/python -m pytest -n 4 --dist worksteal  # many tests wait for processes
 
 test-slow: install  ## the slow suite (under thirty minutes)
-	$(BIN)/python -m pytest -m slow --timeout 1500 -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m slow --timeout 1500 -n 3 --dist worksteal  # many tests wait for processes
 
 test-wheel: install  ## wheel and sdist of a clean clone of HEAD, in an empty environment (minutes; part of test-slow)
 	$(BIN)/python -m pytest -m slow --timeout 900 -s tests/e2e/test_wheel.py

@@ -25,6 +25,7 @@ large matmul in the same process.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import json
@@ -47,7 +48,7 @@ from step import flops, whole
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tidegate.config import TrainerSettings, load_settings
+from tidegate.config import Settings, TrainerSettings, load_settings
 from tidegate.engine.model.model import Model, load_model
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.requests.params import TokenLimits
@@ -459,19 +460,37 @@ def predicted(place: Place) -> None:
         say("roofline", **row)
 
 
-def demo(place: Place) -> None:
-    import controls
+def trained(settings: Settings) -> dict[str, Any]:
+    """Trains a run; returns its held-out rewards before and after, and whether its books are consistent."""
+    from tidegate.envs.base import load_environment
+    from tidegate.trainer.ledger.audit import audit_run
+    from tidegate.trainer.records.metrics import read_metrics
+    from tidegate.trainer.run import Run
+    from tidegate.viewer.live import make_view
 
+    began = time.monotonic()
+    view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
+    environment = load_environment(settings.env.use, settings.env.options)
+    result = asyncio.run(Run(settings, environment, view).train())
+    errors = [line["logprob_max_error"] for line in read_metrics(settings.run_dir)[1:]]
+    return {
+        "before": result.initial_eval["eval/reward"],
+        "after": result.final_eval["eval/reward"],
+        "logprob_max_error": max(filter(None, errors), default=None),
+        "audit": audit_run(settings.run_dir).consistent,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def demo(place: Place) -> None:
     on = [f"--engine.device={place.device}", f"--trainer.device={place.device}"]
     less = ["--trainer.steps=1", "--trainer.groups_per_batch=2", "--eval.tasks=4", "--eval.interim_tasks=4"]
     where = [f"--run.dir={place.directory}", "--run.name=demo"]
-    config = EXAMPLES / controls.CONFIGS["calculator"]
-    say("demo", **controls.train(load_settings(config, [*where, *on, *place.sized([], less)])))
+    config = EXAMPLES / "demo" / "config.toml"
+    say("demo", **trained(load_settings(config, [*where, *on, *place.sized([], less)])))
 
 
 def gsm8k(place: Place, *engine: str) -> None:
-    import controls
-
     from tidegate.trainer.records.metrics import read_metrics
 
     kind = "sglang" if engine else "embedded"
@@ -487,7 +506,7 @@ def gsm8k(place: Place, *engine: str) -> None:
         *place.sized(full, tiny),
     ]  # fmt: skip
     settings = load_settings(EXAMPLES / "gsm8k" / "config-qwen3-0.6b.toml", overrides)
-    say(f"gsm8k, {kind}", **controls.train(settings))
+    say(f"gsm8k, {kind}", **trained(settings))
     lines = [line for line in read_metrics(settings.run_dir) if "time/step" in line][1:]
     shown = ("time/", "tokens/", "length/", "cache/", "mismatch_kl", "logprob_max_error", "staleness/mean")
     values = {
