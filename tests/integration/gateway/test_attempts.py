@@ -194,7 +194,7 @@ async def test_no_attempt_is_given_to_two_workers(stage: Stage) -> None:
     """Many workers poll at random, and some disconnect in mid-poll; every attempt is run once."""
     rng = random.Random(3)
     taken: list[str] = []
-    total = 150
+    total = 80
 
     async def work(name: str) -> None:
         async with Attempts(stage.url, name) as worker:

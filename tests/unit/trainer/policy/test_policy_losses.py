@@ -32,6 +32,12 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model") / "other", seed=1)
 
 
+@pytest.fixture(scope="module")
+def sampler(other: Path) -> Policy:
+    """A policy that no test trains."""
+    return Policy.load(other, TrainerSettings())
+
+
 LOSSES = [name for name in BY_NAME if name != "custom"]
 
 
@@ -277,7 +283,7 @@ def centred_by_hand(policy: Policy, rows: list[TrainingSequence], cap: float) ->
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-def test_with_the_whole_vocabulary_listed_a_step_is_centered_exactly(base, other, monkeypatch, pieces):
+def test_with_the_whole_vocabulary_listed_a_step_is_centered_exactly(base, sampler, monkeypatch, pieces):
     """At several temperatures, with shared prefixes, and with logits computed in pieces."""
     if pieces:
         monkeypatch.setattr(forward, "LOGITS_AT_ONCE", 8 * VOCABULARY)
@@ -288,7 +294,7 @@ def test_with_the_whole_vocabulary_listed_a_step_is_centered_exactly(base, other
     )
     policy = Policy.load(base, settings)
     rows = make_batch(policy)
-    listed_by(Policy.load(other, TrainerSettings()), rows, VOCABULARY)
+    listed_by(sampler, rows, VOCABULARY)
     expected = centred_by_hand(plain, rows, 1.2)
     metrics = policy.update(rows, version=3)
     assert float((gradient(policy) - expected).norm() / expected.norm()) <= 1e-6
@@ -298,7 +304,7 @@ def test_with_the_whole_vocabulary_listed_a_step_is_centered_exactly(base, other
 
 
 @pytest.mark.parametrize("name", [one for one in LOSSES if "score_centering" in BY_NAME[one].model_fields])
-def test_a_step_of_every_loss_is_centered_with_some_ids_listed(base, other, name):
+def test_a_step_of_every_loss_is_centered_with_some_ids_listed(base, sampler, name):
     """Where an engine listed fewer ids, as many are used of all. An advantage that all tokens share moves
     the policy less."""
     norms = []
@@ -306,8 +312,8 @@ def test_a_step_of_every_loss_is_centered_with_some_ids_listed(base, other, name
         loss = {"name": name, "score_centering": listed}
         policy = Policy.load(base, TrainerSettings(loss=loss, microbatch_tokens=200, **SETTINGS))
         rows = make_batch(policy)
-        listed_by(Policy.load(other, TrainerSettings()), rows, 12)
-        listed_by(Policy.load(other, TrainerSettings()), rows[:1], 9)
+        listed_by(sampler, rows, 12)
+        listed_by(sampler, rows[:1], 9)
         metrics = policy.update(rows, version=3)
         assert (metrics["skipped"], metrics["optimizer_steps"]) == (0, 1)
         norms.append(metrics["grad_norm"])
@@ -318,14 +324,14 @@ def test_a_step_of_every_loss_is_centered_with_some_ids_listed(base, other, name
         policy.update(rows, version=3)
 
 
-def test_a_teacher_and_centering_have_ids_of_their_own(base, other):
+def test_a_teacher_and_centering_have_ids_of_their_own(base, sampler):
     teacher = {"url": "http://t", "form": "distribution", "top_k": 4, "weight": 0.5}
     gradients = []
     for listed, given in ((6, teacher), (6, {}), (0, teacher), (0, {})):
         settings = TrainerSettings(loss={"score_centering": listed}, teacher=given, **SETTINGS)
         policy = Policy.load(base, settings)
         rows = make_batch(policy)
-        listed_by(Policy.load(other, TrainerSettings()), rows, 6)
+        listed_by(sampler, rows, 6)
         for row in rows:
             row.teacher = row.logprobs
             row.teacher_ids = row.sampler_ids[:, 1:5] if given else None
@@ -349,7 +355,7 @@ def test_rows_without_the_teachers_logprobs_are_refused(base):
 
 
 @pytest.mark.parametrize("pieces", [False, True])
-def test_a_step_over_kept_ids_has_the_gradient_of_the_renormalised_policy(base, other, monkeypatch, pieces):
+def test_a_step_over_kept_ids_has_the_gradient_of_the_renormalised_policy(base, sampler, monkeypatch, pieces):
     """At several temperatures, with shared prefixes, in pieces; every third row is of the whole vocabulary.
     π_ref and π_old are over the same ids, so a reference with the same weights has no distance."""
     if pieces:
@@ -361,7 +367,7 @@ def test_a_step_over_kept_ids_has_the_gradient_of_the_renormalised_policy(base, 
         **SETTINGS,
     )
     policy, rows = Policy.load(base, settings), make_rows(9, shortest=20)
-    listed_by(Policy.load(other, TrainerSettings()), rows, VOCABULARY)
+    listed_by(sampler, rows, VOCABULARY)
     total, kl = sum(row.trained for row in rows), 0.0
     policy.model.zero_grad()
     for number, row in enumerate(rows):
