@@ -328,8 +328,8 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 def test_at_most_eight_arguments_are_given_by_position() -> None:
     found = []
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in modules():
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 names = [one.arg for one in node.args.posonlyargs + node.args.args]
                 number = len([name for name in names if name not in ("self", "cls")])
