@@ -77,20 +77,20 @@ def read(payload: dict[str, Any], session: GatewaySession) -> completions.Comple
     """Parses a body. Raises ApiError that names an unsupported parameter or content."""
     return completions.read({"prompt": payload.pop("input"), **payload}, session)
 '''
-TOOL_CALLS = '''"""Arrows: the reply is `=>{"name": …, "arguments": {…}}`."""
+TOOL_CALLS = '''"""Arrows: the reply is `=>{"name": …, "arguments": {…}}<=`, once for each call."""
 
 from __future__ import annotations
 
 from tidegate.gateway.parsing.reply import SampledCall
 from tidegate.gateway.parsing.tool_calls.base import BlockParser, ToolCallFormat, Tools
-from tidegate.gateway.parsing.tool_calls.json_formats import DECODER, all_or_none, read_call
+from tidegate.gateway.parsing.tool_calls.json_formats import all_or_none, load_json, read_call
 
 
 def _read(text: str, _: Tools) -> list[SampledCall] | None:
-    return all_or_none([read_call(DECODER.decode(text))])
+    return all_or_none([read_call(load_json(text))])
 
 
-ARROW = ToolCallFormat("arrow", ("=>",), lambda tools: BlockParser(_read, tools, "=>"))
+ARROW = ToolCallFormat("arrow", ("=>", "<="), lambda tools: BlockParser(_read, tools, "=>", "<="))
 '''
 LOGGER = '''"""Prints the metrics."""
 
@@ -172,6 +172,7 @@ LOSSES, FORMATS = "tidegate/settings/losses.py", "tidegate/gateway/parsing/tool_
 JOURNAL = "tests/unit/gateway/test_journal_schema.py"
 _FILLED = "            prompt_tokens=self.prompt_tokens,\n"
 MAKE = "tidegate/trainer/losses/built_in.py"
+WRITTEN = "tests/unit/gateway/test_tool_call_formats.py"
 FORMULAS = "tests/unit/trainer/losses/test_formulas.py"
 REGISTRATIONS = [
     ("tidegate/agents/base.py", '    "command":', '    "echo": "tidegate.agents.echo:EchoAgent",\n'),
@@ -206,6 +207,11 @@ REGISTRATIONS = [
     (FORMATS, "json_formats, tagged_formats", "arrow, "),
     (FORMATS, "json_formats.GRANITE,", "arrow.ARROW, "),
     (
+        WRITTEN,
+        '        case "granite":',
+        '        case "arrow":\n            return "".join(f"=>{_json(*call)}<=" for call in calls)\n',
+    ),
+    (
         "tidegate/turn.py",
         "\n    @property\n    def routed_tokens(",
         '    prompt_tokens: int = 0\n    """Number of tokens of the whole prompt."""\n',
@@ -239,7 +245,7 @@ settings = load_settings(
 )
 assert settings.trainer.loss.importance_cap == 2
 parser = FORMATS["arrow"].parser([])
-text = '=>{"name": "f", "arguments": {}}'
+text = '=>{"name": "f", "arguments": {}}<='
 assert [call.name for call in parser.feed(text) + parser.finish()] == ["f"]
 """
 SAMPLE = """
@@ -268,6 +274,7 @@ asyncio.run(main())
 """
 PASS = [
     "tests/unit/gateway/test_journal_schema.py",
+    WRITTEN,
     "tests/unit/test_formats.py",
     "tests/unit/test_architecture.py",
     "tests/unit/test_docs.py",

@@ -165,9 +165,13 @@ async def _until_stopped(work: Coroutine[Any, Any, None]) -> str:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+
+    async def completed() -> str:
+        await work
+        return "completed"
+
     try:
-        await unless_stopped(stop, work)
-        return "interrupted" if stop.is_set() else "completed"
+        return await unless_stopped(stop, completed()) or "interrupted"
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

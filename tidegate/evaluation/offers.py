@@ -50,7 +50,7 @@ class AttemptServer:
         """Have an attempt run; returns the report of its end."""
         ended: Report = asyncio.get_running_loop().create_future()
         name = secrets.token_hex(12)
-        # The process alone has its key: agents get none of these.
+        # The process alone gets this key; agents do not.
         row = {**attempt, "attempt": name, "finish_key": self._key, "heartbeat_s": 0.0}
         self._queue.put_nowait((row, ended))
         try:

@@ -30,7 +30,9 @@ class EvalResults:
 
     def add(self, episode: SampledEpisode) -> None:
         self.tokens[episode.eval_set] += episode.trajectory.sampled_tokens()
-        brief = replace(episode.trajectory, turns=[], messages=[], tool_calls=[], output=None)
+        brief = replace(
+            episode.trajectory, turns=[], messages=[], tool_calls=[], output=None, error=None, metadata={}
+        )
         self.episodes[episode.eval_set].append(brief)
 
     def summary(self, eval_set: str) -> dict[str, Any]:

@@ -81,7 +81,10 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     Raises:
         TimeoutError: There is no result within so many seconds.
     """
+    done = in_daemon_thread(call, "limited call")
     try:
-        return in_daemon_thread(call, "limited call").result(seconds)
-    except TimeoutError as error:
-        raise TimeoutError(str(error) or f"no reply within {seconds:g} s") from error
+        return done.result(seconds)
+    except TimeoutError:
+        if done.done():
+            raise  # by the function itself
+        raise TimeoutError(f"no reply within {seconds:g} s") from None

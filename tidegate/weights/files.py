@@ -1,4 +1,4 @@
-"""The safetensors of a Hugging Face model directory, and how long they may take; importable without torch."""
+"""The safetensors of a Hugging Face model directory, and their transfer's time limit; needs no torch."""
 
 from __future__ import annotations
 

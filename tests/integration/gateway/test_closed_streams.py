@@ -186,6 +186,8 @@ async def test_a_shorter_quote_is_continued_and_the_rest_is_trained_too(
         (VersionSpan(0, 0, len(closed.output_ids)),),
         (VersionSpan(0, 0, len(rest.output_ids)),),
     ]
+    assert rest.started == pytest.approx(closed.started + closed.seconds, abs=1e-6), "no time counts twice"
+    assert closed.seconds / rest.seconds == pytest.approx(len(closed.output_ids) / len(rest.output_ids))
     assert_trained_once(trajectory)
 
 

@@ -110,8 +110,12 @@ def test_within_returns_raises_and_times_out() -> None:
     assert within(5, lambda: 3) == 3
     with pytest.raises(SystemExit):
         within(5, lambda: (_ for _ in ()).throw(SystemExit()))
+    with pytest.raises(TimeoutError, match=r"^the database$"):  # the function's own
+        within(5, lambda: (_ for _ in ()).throw(TimeoutError("the database")))
+    with pytest.raises(TimeoutError, match=r"^$"):
+        within(5, lambda: (_ for _ in ()).throw(TimeoutError()))
     ended = threading.Event()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"no reply within 0\.02 s"):
         within(0.02, lambda: ended.wait(20))
     ended.set()
 

@@ -1,6 +1,6 @@
 """Server process of the embedded engine, which speaks SGLang's HTTP protocol.
 
-Weights are sent over a process group:
+Weights are read from files, or are sent over a process group by these calls:
 
     init_weights_update_group once, then for every version
     begin_weight_update → update_weights_from_distributed for each bucket → end_weight_update

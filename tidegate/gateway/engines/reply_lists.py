@@ -81,10 +81,10 @@ def _unpacked(text: str, count: int) -> npt.NDArray[np.void] | None:
 def read_kept(
     meta: Mapping[str, Any], sampled: list[int], logprobs: list[float], top: list[TopRow]
 ) -> tuple[list[Ids], list[float], list[TopRow]]:
-    """Reads the ids that were kept in place of each sampled one, which it was drawn from.
+    """Reads the ids that top-p, top-k and min-p kept for each sampled id.
 
-    Returns them, and the logprobs and likeliest ids with logprobs among them in place of those over the whole
-    vocabulary; likeliest ids that were not kept get LEAST_LOGPROB.
+    Returns the kept ids, the logprobs of the sampled ids among these, and the likeliest ids with such
+    logprobs; likeliest ids that were not kept get LEAST_LOGPROB.
     """
     rows, drawn = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
     count = len(sampled)

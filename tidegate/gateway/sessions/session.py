@@ -145,7 +145,7 @@ class GatewaySession(SessionRequest):
     closed: str | None = None
     """Reason that it accepts no more calls; None while it is open."""
     unpersisted: dict[int, TurnNode] = field(default_factory=dict)
-    """Turns whose write to the journal failed, by index; the next write includes them."""
+    """Turns that the next write to the journal includes, by index: new or changed, or of a failed write."""
     pending_writes: dict[int, asyncio.Future[None]] = field(default_factory=dict)
     """Journal writes in progress, by turn index."""
     body_prefixes: BodyPrefixes = field(init=False, default_factory=BodyPrefixes)

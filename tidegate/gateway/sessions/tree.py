@@ -270,9 +270,14 @@ class TurnTree:
         """Truncates a turn at the end of the text that a request quotes; the remaining output ids become a
         child turn. Returns the changed turns."""
         turn = self.nodes[index].turn
-        # Before the truncation, which changes `turn`; without its reward, which would count twice.
-        rest = replace(turn, index=len(self.nodes), reward=0.0)
+        shown_s = turn.seconds * count / max(1, len(turn.output_ids))
+        # Before the truncation, which changes `turn`; its reward and its seconds must not count twice.
+        rest = replace(
+            turn, index=len(self.nodes), reward=0.0,
+            started=turn.started + shown_s, seconds=turn.seconds - shown_s,
+        )  # fmt: skip
         self.truncate(index, count, reply)
+        turn.seconds = shown_s
         keep_tokens(rest, count, len(rest.output_ids))
         rest.parent, rest.delta_ids = index, rest.delta_ids[:0]
         if not len(rest.output_ids):

@@ -7,7 +7,7 @@ and ending is passed to `record`. The training loop, the simulator and the tests
 
 A group that a client formed enters by `accept`, as a leased one, or is refused.
 
-**Start rule.** A group may start if and only if groups in flight < (max_staleness + 1) · groups_per_batch ·
+**Start rule.** A group may start only if groups in flight < (max_staleness + 1) · groups_per_batch ·
 publish_interval. Groups in flight are running, ready, leased, or trained on since the last publish: a
 trained group stops counting only when the resulting version is live. With staleness 0 the run is therefore
 exactly synchronous. Groups that end stale, filtered or failed stop counting at once. Near the end of the run

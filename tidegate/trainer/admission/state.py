@@ -1,4 +1,4 @@
-"""Admission's state of groups and slots, the order of the tasks, and the selection of a batch."""
+"""Admission's state of groups and slots, and the order of the tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Actors on a cluster's nodes, each of which owns a process that a local run would own itself.
 
-An actor restarted by Ray owns no process; the run detects the loss and starts the process again. Calls to an
-actor end with a TidegateError that names it.
+An actor restarted by Ray owns no process; the run detects the loss and starts the process again. A call that
+fails raises a TidegateError (`wait_for_reply`).
 """
 
 from __future__ import annotations

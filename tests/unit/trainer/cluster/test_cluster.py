@@ -150,6 +150,8 @@ def test_a_remote_observer_gets_each_event_once_and_in_order() -> None:
 def test_without_ray_one_sentence_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in [one for one in sys.modules if one.startswith("tidegate.trainer.cluster")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.chdir(tmp_path)
     words = ["--cluster", "auto", "--model.path", "x", "--run.live_view=false"]

@@ -151,9 +151,9 @@ KIMI_K2 = ToolCallFormat(
     lambda name: _KIMI_SECTION[0] + _KIMI_CALL[0] + "functions." + (name or ""),
 )
 
-# Llama 3: the reply is `{"name": …, "parameters": {…}}`, or several of these separated by `;`. The tag may
-# precede them, also after text. Without it, a reply that begins with a brace may be a call or a JSON answer,
-# so it is held back until its end
+# Llama 3: the reply is `{"name": …, "parameters": {…}}`, or several of these separated by `;`.
+# `<|python_tag|>` may precede them, also after text. Without it, a reply that begins with a brace may be a
+# call or a JSON answer, so it is held back until its end.
 
 _LLAMA = "<|python_tag|>"
 
