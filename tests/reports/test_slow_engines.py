@@ -20,7 +20,7 @@ from tidegate.types import Outcome
 
 @pytest.fixture
 async def stage(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Stage]:
-    """An engine that is probed often; a parameter is the time limit of a probe, which a busy machine needs."""
+    """An engine that is probed often; the parameter is the time limit of a probe, in seconds."""
     pool = PoolOptions(probe_every_s=0.05, probe_timeout_s=getattr(request, "param", 5.0))
     async with staged(make_model_dir(tmp_path / "tiny"), pool=pool) as made:
         yield made
