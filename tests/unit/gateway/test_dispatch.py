@@ -453,3 +453,12 @@ async def test_a_candidate_of_one_policy_changes_nothing_for_another() -> None:
     pool.regroup(["candidate"])
     draws = [Affinity("s", "s", True, policy=name) for name in ("solver", "verifier")]
     assert [sits(pool, seat) for seat in draws] == [mine, candidate]
+
+
+def test_probes_at_one_reading_of_the_clock_tell_no_rate() -> None:
+    probed = engine("a")
+    for now, total in ((1.0, 5), (1.0, 9)):
+        probed.note_sampled(now, total)
+    assert probed.rate == 0.0
+    probed.note_sampled(3.0, 11)
+    assert probed.rate == 3.0

@@ -116,7 +116,8 @@ class EngineEndpoint:
         if len(self._sampled) < 2:
             return 0.0
         (began, before), (ended, after) = self._sampled[0], self._sampled[-1]
-        return (after - before) / (ended - began)
+        # Two probes may be noted at the same reading of the clock.
+        return (after - before) / (ended - began) if ended > began else 0.0
 
     @property
     def has_free_slot(self) -> bool:
