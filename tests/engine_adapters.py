@@ -152,7 +152,7 @@ async def publish_during_requests(stand: Published) -> None:
 
     async with asyncio.timeout(240), asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(stand.sample(PROMPT, LONG, note(at), policy))
+            group.create_task(stand.sample(PROMPT, 3 * LONG, note(at), policy))
             for at, policy in enumerate(policies)
         ]
         for version in (1, 2):

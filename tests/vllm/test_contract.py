@@ -155,7 +155,8 @@ async def test_what_comes_while_paused_waits_and_is_of_the_new_version(
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_a_client_that_goes_away_ends_its_request(engine: Client, stream: bool) -> None:
-    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 900, "ignore_eos": True}}
+    # Long enough that it is seen to run: vLLM may answer a probe only after seconds.
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     call = asyncio.create_task(engine.http.post(engine.url + "/generate", json={**body, "stream": stream}))
     await engine.until(lambda info: info["num_running"] == 1)
     if stream:
