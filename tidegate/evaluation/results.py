@@ -24,7 +24,7 @@ class EvalResults:
     threshold: float
     ks: Sequence[int]
     episodes: dict[str, list[Trajectory]] = field(default_factory=lambda: defaultdict(list))
-    """Without turns and texts: an evaluation may have thousands."""
+    """By held-out set, without turns and texts, as an evaluation may have thousands of episodes."""
     tokens: Counter[str] = field(default_factory=Counter)
     """Sampled tokens."""
 

@@ -94,7 +94,7 @@ class AttemptQueue:
         self._queues = {False: _Queue(), True: _Queue()}
         """Those of workers and of the trainer's own agents."""
         self._claims: dict[str, str] = {}
-        """Secret of each worker; None of another's is accepted in its name."""
+        """Secret of each worker, by its name; a call in that name must have it."""
         self._seen: dict[str, float] = {}
         """Time of the last call by worker."""
         self._left: set[str] = set()
@@ -144,8 +144,8 @@ class AttemptQueue:
         Args:
             worker: Name of the worker.
             capacity: Limit of the number of sessions.
-            wait_s: Seconds to wait for the first session, or for an ended attempt of the worker; a little
-                more, so that many polls end together.
+            wait_s: Seconds to wait for the first session, or for an ended attempt of the worker. The wait is
+                prolonged a little, so that many polls end together.
             own: Whether it runs the trainer's own agents.
 
         Raises:
