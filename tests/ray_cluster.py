@@ -127,8 +127,9 @@ class RayCluster:
 
     def owners(self, words: str) -> list[int]:
         """Pids of the actors whose processes' command lines contain `words`."""
-        parents = {pid: parent for pid, parent, _ in _table()}
-        return [parents[pid] for pid, command in self.processes().items() if words in " ".join(command)]
+        table = _table()
+        mine = _below(set(self.pids), table)
+        return [parent for pid, parent, command in table if pid in mine and words in " ".join(command)]
 
 
 def _listening(pid: int, node: str) -> set[tuple[str, int]]:
@@ -163,6 +164,7 @@ def ray_cluster() -> Iterator[RayCluster]:
         **os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder), "RAY_health_check_period_ms": "1000",  # five checks may fail
+        "RAY_worker_niceness": "0",  # at its default of 15, other tests leave a run almost no CPU time
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

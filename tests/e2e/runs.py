@@ -52,7 +52,11 @@ class TrainProcess:
             )  # fmt: skip
 
     def wait(self, timeout: float = 300) -> int:
-        return self.process.wait(timeout)
+        """The exit code; fails with the output if the process has not ended after `timeout` seconds."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no exit within {timeout} s: {self.output()[-3000:]}") from None
 
     def output(self) -> str:
         return self.log.read_text()
