@@ -6,8 +6,9 @@ r"""Measures Tidegate on one GPU, in parts of which each is a process of its own
 
 Every figure is printed at once, as a JSON object on a line. A part that fails, aborts or exceeds its limit
 does not affect the others; the last line of each part says how it ended. `gpu_parts.py` describes the parts,
-which are ordered by worth. `--long` runs those that train on GSM8K, with the embedded engine and with SGLang,
-of whose environment `--sglang` is the interpreter.
+which are ordered by worth; time that one does not use is divided among the later ones. `--long` runs those
+that train on GSM8K, with the embedded engine and with SGLang, of whose environment `--sglang` is the
+interpreter.
 
 The machine needs torch and transformers, but no network. The other packages, 24 MB, travel as wheels:
 
@@ -42,10 +43,10 @@ from common import place
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(__file__).with_name("gpu_parts.py")
 PARTS = {
-    "kernels": 60, "steps": 120, "ranks": 60, "publish": 60, "logprobs": 60, "compiled": 120, "decode": 60,
-    "predicted": 60, "demo": 480,
+    "kernels": 45, "steps": 100, "ranks": 50, "publish": 50, "logprobs": 50, "compiled": 95, "decode": 45,
+    "predicted": 40, "demo": 65,
 }  # fmt: skip
-"""Time limit of each part, in seconds; proportional to `--minutes`."""
+"""Shares of the time. They add up to 9 minutes, in which each is the shortest limit of a part, in seconds."""
 LONG_PARTS = {"gsm8k": 240, "gsm8k_sglang": 300}
 SHORTEST_S = 15.0
 """No part starts if less time is left: importing torch takes most of it."""
@@ -111,21 +112,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=[*PARTS, *LONG_PARTS], nargs="+", help="run these parts alone")
     parser.add_argument("--keep", type=Path, help="directory of models, runs and logs, which is kept")
     given = parser.parse_args(arguments)
-    parts = {**PARTS, **LONG_PARTS} if given.only else LONG_PARTS if given.long else PARTS
+    parts = LONG_PARTS if given.long else PARTS
+    if given.only:
+        parts = {part: share for part, share in (PARTS | LONG_PARTS).items() if part in given.only}
+    shares = sum(parts.values())
     end = time.monotonic() + 60 * given.minutes
     succeeded = True
     with place(given.keep and given.keep.absolute(), "gpu") as directory:
-        for part, limit_s in parts.items():
-            if given.only and part not in given.only:
-                continue
+        for part, share in parts.items():
             left = end - time.monotonic()
             if left < SHORTEST_S:
                 say(part, {"ended": "not started, as too little time is left", "seconds": 0.0})
                 succeeded = False
                 continue
-            options = [part, str(directory), given.device, str(int(given.tiny)), given.sglang]
+            limit = left * share / shares
+            shares -= share
+            options = [part, str(directory), given.device, str(int(given.tiny)), given.sglang, str(limit)]
             command = [sys.executable, str(SCRIPT), *options]
-            limit = min(limit_s * given.minutes / 9, left)
             succeeded &= run_part(part, limit, command, directory / f"{part}.log")
     return 0 if succeeded else 1
 

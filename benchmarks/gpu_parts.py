@@ -2,15 +2,16 @@
 
 The model has the shape of Qwen3-0.6B, random weights, and the tokenizer of `examples/tiny_base`, filled up to
 the shape's vocabulary. Memory is the peak that torch allocated, in GB; `plan_gb` is the estimate of
-`tidegate train --dry-run`. `mfu` are useful FLOPs, counted as in `step.py`, as a share of the rate of a
-large matmul in the same process.
+`tidegate train --dry-run`. `mfu` are useful FLOPs, counted as in `step.py` with a shared prefix once, as a
+share of the rate of a large matmul in the same process.
 
 - `kernels`: rates of a large copy and a large matmul, then attention alone: time, memory and torch's kernel,
-  causal without a mask (`causal`), and as for the second half of rows that share the first (`prefix`).
+  causal (`causal`), and of the second half of rows that share the first, as the trainer computes it on a GPU
+  (`prefix`) and with a boolean mask (`prefix with a mask`), which it avoids.
 - `steps`: `Policy.update`, the last half of each row trained, or the tokens after a shared prefix, also with
   sharing off. The last row has the operations of a step with the longest times.
 - `ranks`: a step with FSDP on the only rank of an NCCL group, then all weights in bfloat16 over the trainer's
-  side of a weights group.
+  side of a weights group. Without a receiver no bytes move: it takes the time of casts, checksums and calls.
 - `publish`: weights written, and loaded into an engine that decodes 16 requests: pause, read, check, copy,
   resume (`gap_s`); `next_token_s` includes the recomputation of keys and values.
 - `logprobs`: sampled by the engine and computed by the trainer.
@@ -18,7 +19,8 @@ large matmul in the same process.
 - `decode`: all requests are admitted before decoding is timed. `limit` is the number of rows ÷ the time to
   read weights, keys and values once, at the rate of the copy.
 - `predicted`: figures of `roofline.py` for the first row of `steps` (8 of its passes) and for a broadcast.
-- `demo`: `examples/demo` with engine and trainer on the device.
+- `demo`: `examples/demo` with engine and trainer on the device; each step has a line. Its 80 steps are fewer
+  if its time limit is short.
 - `gsm8k`, `gsm8k_sglang`: steps of `examples/gsm8k` with the embedded engine and with SGLang; medians of the
   run's metrics without the first step's.
 """
@@ -44,7 +46,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from step import flops, whole
+from step import computed, flops
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -56,6 +58,7 @@ from tidegate.engine.requests.request import Generation, parse_generate
 from tidegate.engine.scheduling.scheduler import Scheduler
 from tidegate.plan.memory import _trainer_plan
 from tidegate.plan.shape import PUBLISHED, read_shape
+from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence
 from tidegate.trainer.distributed import fsdp, rank_main
 from tidegate.trainer.policy.attention import attention
@@ -65,7 +68,10 @@ from tidegate.weights.process_group import JOIN_S, WeightsGroup, checksum
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+SHARED = ROOT / "shared" if (ROOT / "shared").exists() else ROOT.parent / "shared"
+GSM8K = SHARED / "data" / "gsm8k"
+DEMO_S = 240.0
+"""The demo has all of its steps if its limit is this long."""
 TINY = {
     **PUBLISHED["qwen3-0.6b"], "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -113,6 +119,7 @@ class Place:
     device: torch.device
     tiny: bool
     sglang: str
+    limit_s: float
 
     def sized(self, full: Any, tiny: Any) -> Any:
         return tiny if self.tiny else full
@@ -219,20 +226,21 @@ def kernels(place: Place) -> None:
         matmul_flops_s=place.matmul_flops_s,
     )
     lengths = place.sized((1024, 4096, 16384), (32, 64))
-    for length, dtype, mask in itertools.product(lengths, ("bfloat16", "float32"), ("causal", "prefix")):
+    forms = ("causal", "prefix", "prefix with a mask")
+    for length, dtype, form in itertools.product(lengths, ("bfloat16", "float32"), forms):
         place.forget_peak()
         try:
-            figures = attended(place, length, getattr(torch, dtype), prefix=mask == "prefix")
+            figures = attended(place, length, getattr(torch, dtype), form)
         except torch.OutOfMemoryError as error:
             figures = {"error": str(error).splitlines()[0]}
-        say(f"attention, {mask}, {dtype}, {length}", **figures)
+        say(f"attention, {form}, {dtype}, {length}", **figures)
 
 
-def attended(place: Place, length: int, dtype: torch.dtype, *, prefix: bool) -> dict[str, Any]:
+def attended(place: Place, length: int, dtype: torch.dtype, form: str) -> dict[str, Any]:
     heads, kv_heads, width = (
         place.shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    queries = length // 2 if prefix else length
+    queries = length if form == "causal" else length // 2
     query, key, value = (
         torch.randn(1, number, tokens, width, device=place.device, dtype=dtype, requires_grad=True)
         for number, tokens in ((heads, queries), (kv_heads, length), (kv_heads, length))
@@ -241,7 +249,7 @@ def attended(place: Place, length: int, dtype: torch.dtype, *, prefix: bool) -> 
     batch: Any = SimpleNamespace(
         ids_bt=query.new_empty(1, queries), prefix_width=length - queries, starts_b=seen
     )
-    mask = _mask(batch) if prefix else None
+    mask = _mask(batch) if form == "prefix with a mask" else None
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, is_causal=True)
 
     def forward() -> torch.Tensor:
@@ -250,11 +258,14 @@ def attended(place: Place, length: int, dtype: torch.dtype, *, prefix: bool) -> 
     node: Any = forward().grad_fn
     while node is not None and "Attention" not in node.name():
         node = node.next_functions[0][0] if node.next_functions else None
+    kernel = "math" if node is None else node.name()
+    del node  # it holds the tensors of its graph
+    place.forget_peak()
     forward_s = place.best(forward, 3)
     both_s = place.best(lambda: forward().sum().backward(), 3)
     work = 2 * heads * width * (length**2 - (length - queries) ** 2)  # 4 a pair; half of the pairs count
     return {
-        "kernel": "math" if node is None else node.name(),
+        "kernel": kernel,
         "forward_ms": 1e3 * forward_s,
         "backward_ms": 1e3 * (both_s - forward_s),
         "forward_flops_s": work / forward_s,
@@ -273,8 +284,10 @@ def stepped(place: Place, case: Case, policy: Policy) -> dict[str, Any]:
 
     place.forget_peak()
     first = place.timed(update)
-    seconds = median(place.timed(update) for _ in range(place.sized(3, 1)))
-    useful, tokens = flops(policy.model, whole(rows)), sum(row.inputs for row in rows)
+    seconds = median(place.timed(update) for _ in range(place.sized(2, 1)))
+    forward, limit = policy._forward, policy.settings.microbatch_tokens
+    batches = prefix_batches(rows, limit, share=forward.shares, one_length=forward._one_length)
+    useful, tokens = flops(policy.model, computed(rows, batches)), sum(row.inputs for row in rows)
     plan = _trainer_plan(policy.settings, read_shape(place.model))
     return {
         "seconds": seconds,
@@ -353,7 +366,14 @@ def ranks(place: Place) -> None:
             group.broadcast(list(bucket.values()))
             sizes.append(sum(tensor.nbytes for tensor in bucket.values()))
 
-    say("weights group", seconds=place.best(send, 3), bytes=sum(sizes), buckets=len(sizes))
+    seconds = place.best(send, 3)
+    say(
+        "weights group",
+        seconds=seconds,
+        bytes=sum(sizes),
+        buckets=len(sizes),
+        note="1 rank: no bytes move between GPUs, so the seconds say nothing about bandwidth",
+    )
     group.close()
     dist.destroy_process_group()
 
@@ -391,7 +411,7 @@ def publish(place: Place) -> None:
     tokens = place.sized(128, 16)
     model = place.engine("bfloat16", 16, 4 * tokens)
     gaps, nexts = [], []
-    for version in range(1, place.sized(6, 3)):
+    for version in range(1, place.sized(4, 3)):
         scheduler, _ = admitted(model, 16, tokens)
         scheduler.run_once()
         sampled = scheduler.counters.tokens_sampled
@@ -410,7 +430,7 @@ def publish(place: Place) -> None:
 
 
 def logprobs(place: Place) -> None:
-    tokens = place.sized(256, 16)
+    tokens = place.sized(128, 16)
     for dtype in ("bfloat16", "float32"):
         scheduler, requests = admitted(place.engine(dtype, 16, 4 * tokens), 16, tokens)
         finish(scheduler)
@@ -430,15 +450,15 @@ def logprobs(place: Place) -> None:
 
 
 def decode(place: Place) -> None:
-    counts = place.sized((1, 16, 64, 256), (1, 4))
-    tokens = place.sized(128, 8)
+    counts = place.sized((64, 256, 1, 16), (4, 1))
+    tokens = place.sized(64, 8)
     model = place.engine("bfloat16", max(counts), 4 * tokens)
     config = model.hf_model.config
     weights = sum(one.nbytes for one in model.hf_model.parameters())
     width = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     for count in counts:
         rates = []
-        for _ in range(1 + place.sized(3, 1)):  # the first run is a warm-up
+        for _ in range(1 + place.sized(2, 1)):  # the first run is a warm-up
             scheduler, _ = admitted(model, count, tokens)
             sampled = scheduler.counters.tokens_sampled
             seconds = place.timed(lambda scheduler=scheduler: finish(scheduler))
@@ -456,22 +476,31 @@ def predicted(place: Place) -> None:
     import roofline
 
     name = "qwen3-0.6b"
-    for row in roofline.predicted(name, 1, roofline.recorded(name, 1)):
+    for row in roofline.predicted(name, 1, roofline.recorded_alone(name, 1)):
         say("roofline", **row)
 
 
 def trained(settings: Settings) -> dict[str, Any]:
     """Trains a run; returns its held-out rewards before and after, and whether its books are consistent."""
     from tidegate.envs.base import load_environment
+    from tidegate.observer import ForwardingObserver
     from tidegate.trainer.ledger.audit import audit_run
     from tidegate.trainer.records.metrics import read_metrics
     from tidegate.trainer.run import Run
-    from tidegate.viewer.live import make_view
+
+    shown = ("step", "reward/mean", "eval/reward", "time/step", "time/update", "logprob_max_error")
+
+    class Progress(ForwardingObserver):
+        """Prints some metrics of each step and evaluation at once: the run may be killed at its limit."""
+
+        def forward(self, method: str, *arguments: Any) -> None:
+            if method == "step":
+                (metrics,) = arguments
+                say("progress", **{name: metrics[name] for name in shown if metrics.get(name) is not None})
 
     began = time.monotonic()
-    view = make_view(False, settings.trainer.steps, settings.trainer.staleness_bound)
     environment = load_environment(settings.env.use, settings.env.options)
-    result = asyncio.run(Run(settings, environment, view).train())
+    result = asyncio.run(Run(settings, environment, Progress()).train())
     errors = [line["logprob_max_error"] for line in read_metrics(settings.run_dir)[1:]]
     return {
         "before": result.initial_eval["eval/reward"],
@@ -485,9 +514,11 @@ def trained(settings: Settings) -> dict[str, Any]:
 def demo(place: Place) -> None:
     on = [f"--engine.device={place.device}", f"--trainer.device={place.device}"]
     less = ["--trainer.steps=1", "--trainer.groups_per_batch=2", "--eval.tasks=4", "--eval.interim_tasks=4"]
+    some = ["--trainer.steps=20", "--eval.tasks=64"]
+    full = [] if place.limit_s >= DEMO_S else some
     where = [f"--run.dir={place.directory}", "--run.name=demo"]
     config = EXAMPLES / "demo" / "config.toml"
-    say("demo", **trained(load_settings(config, [*where, *on, *place.sized([], less)])))
+    say("demo", **trained(load_settings(config, [*where, *on, *place.sized(full, less)])))
 
 
 def gsm8k(place: Place, *engine: str) -> None:
@@ -533,8 +564,8 @@ PARTS: dict[str, Callable[[Place], None]] = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    part, directory, device, tiny, sglang = arguments
-    place = Place(Path(directory), torch.device(device), bool(int(tiny)), sglang)
+    part, directory, device, tiny, sglang, limit_s = arguments
+    place = Place(Path(directory), torch.device(device), bool(int(tiny)), sglang, float(limit_s))
     if place.device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("torch finds no CUDA device: nothing was measured")
     PARTS[part](place)

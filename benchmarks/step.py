@@ -26,6 +26,7 @@ from common import Check, parser_of, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tidegate.config import TrainerSettings
+from tidegate.trainer.batch.microbatch import PrefixBatch
 from tidegate.trainer.batch.packing import prefix_batches
 from tidegate.trainer.batch.rows import TrainingSequence, rows_of
 from tidegate.trainer.policy.policy import Policy
@@ -172,10 +173,10 @@ def whole(rows: Iterable[TrainingSequence]) -> list[Work]:
     return [Work(0, row.inputs, row.trained) for row in rows]
 
 
-def shared(rows: list[TrainingSequence]) -> list[Work]:
-    """Work if shared prefixes are computed once."""
+def computed(rows: list[TrainingSequence], batches: Iterable[PrefixBatch]) -> list[Work]:
+    """Work of these batches of rows, which compute their shared prefixes once."""
     found = []
-    for bundle in prefix_batches(rows, SETTINGS["microbatch_tokens"]):
+    for bundle in batches:
         found += [Work(0, int(length), 0) for one in bundle.prefixes for length in one.lengths_p]
         for batch in bundle.microbatches:
             for at, index in enumerate(batch.rows):
@@ -235,7 +236,8 @@ def measure(
         "tidegate": our_step(policy, rows, padding),
         "plain": plain_step(make_model(), rows),
     }
-    work = {"tidegate": shared(rows), "plain": whole(rows)}
+    batches = prefix_batches(rows, int(SETTINGS["microbatch_tokens"]))
+    work = {"tidegate": computed(rows, batches), "plain": whole(rows)}
     if by_turn:
         turns = row_per_turn(trajectories)
         steps["row_per_turn"], work["row_per_turn"] = plain_step(make_model(), turns), whole(turns)
