@@ -52,7 +52,7 @@ SGLANG = {
 """Each route with the class of its body, and the fields that are sent."""
 VLLM = {
     "/inference/v1/generate": ("GenerateRequest", "request_id token_ids sampling_params stream model"),
-    "/v1/load_lora_adapter": ("LoadLoRAAdapterRequest", "lora_name lora_path load_inplace"),
+    "/v1/load_lora_adapter": ("LoadLoRAAdapterRequest", "lora_name lora_path"),
     "/v1/unload_lora_adapter": ("UnloadLoRAAdapterRequest", "lora_name"),
     "/abort_requests": ("", ""),
     "/pause": ("", ""),

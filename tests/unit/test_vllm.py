@@ -12,10 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from safetensors.numpy import save_file
 
+from tests.http_app import served_app
 from tests.waiting import eventually
 from tidegate.cli import main
 from tidegate.config import EngineSettings, Settings
@@ -28,6 +31,7 @@ from tidegate.service import process_secrets
 from tidegate.trainer.processes.servers import engine_server, vllm_arguments, vllm_options
 from tidegate.vllm import app, model
 from tidegate.vllm.adapter import EngineAdapter
+from tidegate.vllm.client import VLLMClient
 from tidegate.vllm.model import ModelFiles
 from tidegate.vllm.process import VLLMOptions, VLLMProcess
 from tidegate.vllm.translate import refuse_unsupported, request_body, take, take_prompt, take_usage
@@ -392,15 +396,23 @@ class Refusing:
         self.named = ""
         self.on_reload: Callable[[], Awaitable[None]] | None = None
         self.calls: list[str] = []
+        self.adapters: list[str] = []
         self.models: list[str | None] = []
         """The model that each request names."""
+        self.running: list[str | None] = []
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         assert not self.paused
+        if name in self.adapters:
+            raise RequestError(f"The lora adapter '{name}' has already been loaded.")
+        self.adapters.append(name)
         self.calls.append(f"load {name}")
 
     async def unload_adapter(self, name: str) -> None:
-        assert self.paused or name not in self.models, "no request is on its way"
+        assert self.paused or name not in self.running, "no request is on its way"
+        if name not in self.adapters:
+            raise EngineError("vLLM returned HTTP 404: no such adapter")
+        self.adapters.remove(name)
         self.calls.append(f"unload {name}")
 
     async def reload(self, directory: Path) -> None:
@@ -418,7 +430,9 @@ class Refusing:
 
     async def generate(self, body: Any) -> dict[str, Any]:
         self.models.append(body.get("model"))
+        self.running.append(body.get("model"))
         await self.lets_in.wait()
+        self.running.remove(body.get("model"))
         if self.paused:
             self.refused += 1
             raise EngineError("vLLM returned HTTP 503: generation is paused", retryable=True)
@@ -618,6 +632,78 @@ async def test_adapters_of_a_version_that_failed_are_unloaded_before_the_next(
     there = {f"unload {name}" for name in loaded[: 1 + lost]}
     assert set(server.calls[3 + lost : 4 + 2 * lost]) == there
     assert sorted(server.calls[4 + 2 * lost :]) == ["load v3-a", "load v3-b", "unload v1-a", "unload v1-b"]
+
+
+async def test_a_version_that_is_loaded_again_after_a_lost_answer_is_unloaded_first(
+    lora: EngineAdapter, tmp_path: Path
+) -> None:
+    """Requests meanwhile wait: vLLM does not know the name between the two calls."""
+    server: Any = lora.upstream
+    update = adapter_of("1", write_adapter(tmp_path / "1", tmp_path, checksum.of_files(tmp_path)))
+    await lora.load_weights(update)
+    load, asking = server.load_adapter, list[asyncio.Task[list[int]]]()
+
+    async def ask_first(name: str, directory: Path) -> None:
+        asking.append(asyncio.create_task(reply_of(lora, stream=False)))
+        await eventually(lambda: bool(lora._running))
+        assert not server.models
+        await load(name, directory)
+
+    server.load_adapter = ask_first
+    await lora.load_weights(update)
+    assert server.calls == ["load v1", "unload v1", "load v1"]
+    async with asyncio.timeout(5):
+        assert (await asking[0], server.models) == ([5], ["v1"])
+
+
+async def test_a_request_that_reaches_vllm_between_unload_and_load_is_sent_again(
+    lora: EngineAdapter, tmp_path: Path
+) -> None:
+    server: Any = lora.upstream
+    update = adapter_of("1", write_adapter(tmp_path / "1", tmp_path, checksum.of_files(tmp_path)))
+    await lora.load_weights(update)
+    generate, sent = server.generate, asyncio.Event()
+
+    async def unknown(body: Any) -> dict[str, Any]:
+        sent.set()
+        await server.lets_in.wait()
+        raise EngineError("vLLM returned HTTP 404: the model does not exist")
+
+    server.generate = unknown
+    server.lets_in.clear()
+    asking = asyncio.create_task(reply_of(lora, stream=False))
+    await sent.wait()
+    await lora.load_weights(update)
+    server.generate = generate
+    server.lets_in.set()
+    async with asyncio.timeout(5):
+        assert await asking == [5]
+
+
+async def test_a_load_that_fails_again_lets_requests_in(lora: EngineAdapter, tmp_path: Path) -> None:
+    server: Any = lora.upstream
+    update = adapter_of("1", write_adapter(tmp_path / "1", tmp_path, checksum.of_files(tmp_path)))
+    await lora.load_weights(update)
+    server.load_adapter = AsyncMock(side_effect=EngineError("no memory", retryable=True))
+    with pytest.raises(EngineError, match="no memory"):
+        await lora.load_weights(update)
+    async with asyncio.timeout(5):
+        assert await reply_of(lora, stream=False) == [5]
+
+
+async def test_vllm_is_not_told_to_read_an_adapter_again_in_each_step() -> None:
+    """vLLM keeps `load_inplace` with the adapter, and reads its files before every step (vllm#41482)."""
+    sent: list[Any] = []
+
+    async def load(request: web.Request) -> web.Response:
+        sent.append(await request.json())
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/v1/load_lora_adapter", load)
+    async with served_app(app) as url, aiohttp.ClientSession() as http:
+        await VLLMClient(url, http).load_adapter("v1", Path("/w"))
+    assert sent == [{"lora_name": "v1", "lora_path": "/w"}]
 
 
 async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(

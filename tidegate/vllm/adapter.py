@@ -276,12 +276,26 @@ class EngineAdapter:
                     "start vLLM with the adapter's base model"
                 )
         names = adapter_names(label, headers)
-        # Slots are for two versions; for others vLLM would evict adapters that requests use.
-        await self._unload_all_but([*self._adapters.values(), *names.values()])
-        for name, header in headers.items():
-            self._loaded.add(names[name])  # first: the answer may be lost
-            await self.upstream.load_adapter(names[name], header.directory)
+        live, new = set(self._adapters.values()), set(names.values())
+        with self._requests_wait() if live & new else contextlib.nullcontext():
+            # vLLM refuses to load a name that it has, as after a lost answer. Its slots are for two versions;
+            # for others it would evict adapters that requests use.
+            await self._unload_all_but(live - new)
+            for name, header in headers.items():
+                self._loaded.add(names[name])  # first: the answer may be lost
+                await self.upstream.load_adapter(names[name], header.directory)
         return names
+
+    @contextlib.contextmanager
+    def _requests_wait(self) -> Iterator[None]:
+        """Keeps new requests here; those that vLLM has refused meanwhile are sent again."""
+        self._open.clear()
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            if not self.paused:
+                self._open.set()
 
     async def _unload_all_but(self, names: Iterable[str]) -> None:
         for name in self._loaded.difference(names):

@@ -71,9 +71,11 @@ class VLLMClient:
         await self.control("/collective_rpc", body)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        # In place, so that a load whose answer was lost may be repeated.
-        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
-        await self.control("/v1/load_lora_adapter", body)
+        """Load an adapter; vLLM refuses a name that it has.
+
+        With `load_inplace` vLLM would read the files again before every step (vllm-project/vllm#41482).
+        """
+        await self.control("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(directory)})
 
     async def unload_adapter(self, name: str) -> None:
         await self.control("/v1/unload_lora_adapter", {"lora_name": name})
