@@ -706,6 +706,29 @@ async def test_vllm_is_not_told_to_read_an_adapter_again_in_each_step() -> None:
     assert sent == [{"lora_name": "v1", "lora_path": "/w"}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_abort_ends_a_request_that_waits_for_the_pauses_end(
+    adapter: EngineAdapter, stream: bool
+) -> None:
+    """vLLM does not have it, and would get it after the pause."""
+    server: Any = adapter.upstream
+    server.abort = AsyncMock()
+    await adapter.pause("retract")
+    kept, ended = (
+        asyncio.create_task(reply_of(adapter, stream, whole=True, rid=rid)) for rid in ("kept", "ended")
+    )
+    await eventually(lambda: len(adapter._running) == 2)
+    assert await adapter.abort("end") == 1
+    async with asyncio.timeout(5):
+        reply = await ended
+    assert (reply["output_ids"], reply["meta_info"]["finish_reason"]["type"]) == ([], "abort")
+    server.abort.assert_awaited_once_with([])
+    await adapter.resume()
+    async with asyncio.timeout(5):
+        assert (await kept)["output_ids"] == [5]
+    assert len(server.models) == 1
+
+
 async def test_a_request_that_waits_for_the_pauses_end_names_the_new_adapter(
     lora: EngineAdapter, tmp_path: Path
 ) -> None:

@@ -42,6 +42,8 @@ from tidegate.weights.files import WeightsError, is_adapter
 
 LOADING = "loading"
 """Version of weights that are missing or partly loaded."""
+ABORTED: dict[str, Any] = {"token_ids": [], "logprobs": None, "finish_reason": "abort"}
+"""vLLM's reply to a request that is aborted before its first token."""
 
 
 class EngineAdapter:
@@ -72,6 +74,8 @@ class EngineAdapter:
         self._pauses = 0
         self._running: dict[str, str] = {}
         """Running requests: the client's id by the id at vLLM."""
+        self._waiting: dict[str, asyncio.Task[Literal[True]]] = {}
+        """Those that wait until vLLM is open."""
         self._names = itertools.count()
         self._loading = asyncio.Lock()
         self._tokenizer_hash: str | None = None
@@ -110,7 +114,7 @@ class EngineAdapter:
     async def sample(self, generation: Generation) -> dict[str, Any]:
         """Return the complete reply. Cancelling aborts the request."""
         with self._named(generation) as name:
-            replies = self._when_open(lambda: self._whole_reply(self._body(generation, name)))
+            replies = self._when_open(name, lambda: self._whole_reply(self._body(generation, name)))
             async with contextlib.aclosing(replies):
                 reply = await anext(replies)
             take_prompt(generation, reply.get("prompt_logprobs"))
@@ -121,7 +125,7 @@ class EngineAdapter:
     async def stream(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
         """Yield cumulative replies. Closing the generator aborts the request."""
         with self._named(generation) as name:
-            replies = self._when_open(lambda: self.upstream.stream(self._body(generation, name)))
+            replies = self._when_open(name, lambda: self.upstream.stream(self._body(generation, name)))
             async with contextlib.aclosing(replies) as pieces:
                 async for piece in pieces:
                     take_usage(generation, piece.get("usage"))
@@ -134,11 +138,13 @@ class EngineAdapter:
         yield answer(generation, self.version)
 
     async def _when_open(
-        self, call: Callable[[], AsyncGenerator[dict[str, Any]]]
+        self, name: str, call: Callable[[], AsyncGenerator[dict[str, Any]]]
     ) -> AsyncGenerator[dict[str, Any]]:
         """Yield the pieces of a reply. A request that a pause meets before its first piece is sent again."""
         while True:
-            await self._open.wait()
+            if not await self._wait_until_open(name):
+                yield {"choices": [ABORTED]}
+                return
             pauses, begun = self._pauses, False
             try:
                 async with contextlib.aclosing(call()) as pieces:
@@ -149,6 +155,18 @@ class EngineAdapter:
             except EngineError:
                 if begun or pauses == self._pauses:
                     raise
+
+    async def _wait_until_open(self, name: str) -> bool:
+        """Wait while vLLM is paused; False if the request is aborted meanwhile."""
+        if self._open.is_set():
+            return True
+        waiting = self._waiting[name] = asyncio.create_task(self._open.wait())
+        try:
+            await asyncio.wait([waiting])
+            return not waiting.cancelled()
+        finally:
+            del self._waiting[name]
+            waiting.cancel()
 
     async def _whole_reply(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         yield await self.upstream.generate(body)
@@ -187,7 +205,10 @@ class EngineAdapter:
 
     async def abort(self, prefix: str) -> int:
         names = [name for name, rid in self._running.items() if rid.startswith(prefix)]
-        await self.upstream.abort(names)
+        waiting = [name for name in names if name in self._waiting]
+        for name in waiting:  # vLLM does not have it
+            self._waiting[name].cancel()
+        await self.upstream.abort([name for name in names if name not in waiting])
         return len(names)
 
     # -- control calls (`ControlledEngine`)
