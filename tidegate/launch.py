@@ -190,8 +190,8 @@ def check_surroundings(settings: Settings, environment: Environment, *, own_gate
     if own_gateway and settings.gateway.url is None:
         check_port(settings.gateway.host, settings.gateway.port)
     check_engines(settings.engine.urls)
+    check_nccl(settings)
     if own_gateway:
-        check_nccl(settings)
         engine_gpus(settings, len(visible_gpus()))
 
 

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from tidegate import launch
 from tidegate.config import Settings, load_settings
+from tidegate.envs.base import load_environment
 from tidegate.errors import ConfigError, NothingToDoError, StartError
 from tidegate.settings.policies import PolicySettings
 from tidegate.settings.sections import dump
@@ -264,11 +266,14 @@ def test_another_nccl_in_the_engines_environment_is_refused_with_the_remedy(
             "trainer": {"device": device, "publish_transport": transport},
         }
     )
+    environment = load_environment("arithmetic", {})
+    monkeypatch.setattr(launch, "engine_gpus", lambda *_: [])
     if words is None:
-        preflight.check_nccl(settings)
-    else:
+        launch.check_surroundings(settings, environment, own_gateway=False)
+        return
+    for own_gateway in (False, True):  # False on a Ray cluster, which starts engines, too
         with pytest.raises(ConfigError, match=words):
-            preflight.check_nccl(settings)
+            launch.check_surroundings(settings, environment, own_gateway=own_gateway)
 
 
 def test_packages_are_listed_by_another_interpreter(tmp_path: Path) -> None:
