@@ -83,7 +83,7 @@ def test_commands_flags_and_settings_exist(path: Path) -> None:
         for command in re.findall(r"(?:^|[ /])tidegate ([a-z][^|;#&]*)", line):
             words = command.split()
             parser = subparser(_parser(), words)
-            for flag in re.findall(r"(?<![\w-])--([\w.-]+)", command):
+            for flag in re.findall(r"(?<![\w=-])--([\w.-]+)", command):
                 known = f"--{flag}" in parser._option_string_actions
                 model = parser.get_default("settings_model")
                 assert known or (model and is_setting(flag, model)), f"tidegate {words[0]} has no --{flag}"

@@ -21,7 +21,7 @@ from tidegate.cli import main
 from tidegate.config import Settings, load_settings, saved
 from tidegate.errors import ConfigError, StartError
 from tidegate.plan.dry_run import describe, obstacles
-from tidegate.plan.memory import PROGRAM, check_memory, disk_plan, memory_plan, readable
+from tidegate.plan.memory import PROGRAM, check_memory, disk_plan, memory_plan, readable, run_plan
 from tidegate.plan.shape import FLOAT32, read_shape
 from tidegate.trainer.policy.attention import use_gpu_kernels
 from tidegate.trainer.policy.forward import decoder_layers
@@ -513,3 +513,59 @@ def test_a_missing_model_is_reported_with_the_command_that_fetches_it(tmp_path: 
     settings = settings_of(Path("Qwen/Qwen3-0.6B"), tmp_path)
     [found] = [text for text in obstacles(settings) if text.startswith("model.path")]
     assert "tidegate convert Qwen/Qwen3-0.6B --out models/Qwen3-0.6B" in found
+
+
+SGLANG = {"kind": "sglang", "python": "/x/python"}
+VLLM = {"kind": "vllm", "python": "/x/python"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "free", "words"),
+    [
+        (SGLANG, 80, r"nearly all of its memory: set \"--mem-fraction-static=0\.5\" .* 80\.0 GB \(free\)"),
+        (VLLM, 80, r'set "--gpu-memory-utilization=0\.55"'),
+        (SGLANG, None, r'set "--mem-fraction-static=0\.5" .* 80\.0 GB \(a usual GPU\)'),
+        ({**SGLANG, "arguments": ["--mem-fraction-static", "0.7"]}, 80, r"takes 70% .*static=0\.5"),
+        ({**SGLANG, "count": 2}, 80, r"static=0\.2"),
+        (SGLANG, 30, r"no engine fits beside it in 30\.0 GB \(free\)"),
+        ({**SGLANG, "arguments": ["--mem-fraction-static=0.5"]}, 80, None),
+        ({**VLLM, "arguments": ["--gpu-memory-utilization", "0.5"]}, None, None),
+        ({**SGLANG, "arguments": ["--device", "cpu"]}, 80, None),
+        ({"device": "cuda"}, 80, None),
+        ({**SGLANG, "urls": ["http://x:1"]}, 80, None),
+    ],
+)
+def test_an_engine_on_the_trainers_gpu_takes_a_share_that_fits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, object],
+    free: int | None,
+    words: str | None,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    settings = settings_of(Path("models/Qwen3-0.6B"), tmp_path, engine=engine, trainer={"device": "cuda"})
+
+    def memory(_: str) -> int | None:
+        return None if free is None else free * 10**9
+
+    check_memory(settings, memory, engines=False)
+    if words is None:
+        check_memory(settings, memory)
+        return
+    with pytest.raises(StartError, match=words):
+        check_memory(settings, memory)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    check_memory(
+        settings_of(BASE, tmp_path, engine=engine | {"count": 1}, trainer={"device": "cuda"}), memory
+    )
+
+
+def test_the_plan_counts_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    engine = {**SGLANG, "arguments": ["--mem-fraction-static", "0.3"]}
+    settings = settings_of(Path("models/Qwen3-0.6B"), tmp_path, engine=engine, trainer={"device": "cuda"})
+    (share,) = [item for item in run_plan(settings, lambda _: 40 * 10**9) if item.owner == "engine"]
+    assert (share.device, share.what, share.size) == ("cuda", "share", 12 * 10**9)
+    assert "engine   share" in describe(settings)
+    unlimited = settings_of(Path("models/Qwen3-0.6B"), tmp_path, engine=SGLANG, trainer={"device": "cuda"})
+    assert any('"--mem-fraction-static=0.5" in engine.arguments' in one for one in obstacles(unlimited))

@@ -125,7 +125,7 @@ def _memory(settings: Settings) -> Iterator[str]:
         yield str(error)
         return
     yield f"{shape.parameters:,} parameters, from {shape.source}"
-    items = run_plan(settings)
+    items = run_plan(settings, _free)
     yield from map(_line, items)
     for device in dict.fromkeys(item.device for item in items):
         total = sum(item.size for item in items if item.device == device)
@@ -194,9 +194,21 @@ def _devices(settings: Settings) -> Iterator[str]:
 
 def _too_large(settings: Settings) -> Iterator[str]:
     try:
-        check_memory(settings, lambda device: _memory_of_machine() if device == "cpu" else None)
+        check_memory(settings, _free)
     except TidegateError as error:
         yield str(error)
+
+
+def _free(device: str) -> int | None:
+    """Returns the memory of the machine, or the free memory of a GPU; None if it is unknown."""
+    if device == "cpu":
+        return _memory_of_machine()
+    from tidegate.devices import free_memory
+
+    try:
+        return free_memory(device)
+    except (RuntimeError, AssertionError):  # torch cannot use it, which is an obstacle of its own
+        return None
 
 
 def _run_directory(settings: Settings, resume: bool | str, fresh: bool) -> Iterator[str]:

@@ -10,6 +10,7 @@ With P parameters of b bytes:
 - passes: a prefill pass of at most 4,096 tokens, and to sample for all slots, 28 B a logit (logits, divided,
   logprobs in float32; probabilities and their sums in float64).
 - program: Python, PyTorch and transformers, in a process on the CPU.
+- share: SGLang or vLLM on the trainer's GPU takes the share of its memory that `engine.arguments` name.
 - checkpoint: host memory. Several ranks write one beside their steps: 4 · P for the weights and 8 · P for
   copies of the moments, in each replica. A single rank on a GPU reads as much when it resumes.
 
@@ -23,11 +24,14 @@ from dataclasses import dataclass, replace
 
 from tidegate.config import Settings, TrainerSettings
 from tidegate.errors import ConfigError, StartError
+from tidegate.plan.gpu_share import GpuShare, gpu_shares
 from tidegate.plan.shape import BYTES, FLOAT32, Shape, read_shape
 from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
 
 PROGRAM = 500 * 10**6
 """Memory of an engine that has served SmolLM2-135M one request, without its weights; measured on Linux."""
+TYPICAL_GPU = 80 * 10**9
+"""Memory of the GPU for which a value is proposed, if that of this machine is unknown."""
 PASS_TOKENS = 4096
 """Maximum padded tokens of a prefill pass, as in the engine."""
 
@@ -77,11 +81,15 @@ def memory_plan(settings: Settings, shape: Shape) -> list[Item]:
     return items
 
 
-def run_plan(settings: Settings) -> list[Item]:
-    """Returns the memory of all policies of a run; raises ConfigError if a model's size is unknown."""
+def run_plan(settings: Settings, free: Callable[[str], int | None]) -> list[Item]:
+    """Returns the memory of all policies of a run; raises ConfigError if a model's size is unknown.
+
+    `free` returns the free memory of a device in bytes; None if unknown.
+    """
+    shares = [share for share in gpu_shares(settings) if share.value is not None]
+    items = [_share(settings.trainer.device, share, free(settings.trainer.device)) for share in shares]
     if not settings.policies:
-        return memory_plan(settings, read_shape(settings.model.path))
-    items = []
+        return [*memory_plan(settings, read_shape(settings.model.path)), *items]
     for name, policy in settings.policies.items():
         own = settings.of_policy(name)
         for item in memory_plan(own, read_shape(own.model.path)):
@@ -101,10 +109,19 @@ def _engine_devices(settings: Settings) -> list[str]:
     return [trainer.device if (name, trainer.device) == ("cuda:0", "cuda") else name for name in names]
 
 
+def _share(device: str, share: GpuShare, available: int | None) -> Item:
+    size = int(share.engines * (share.value or 0) * (available or 0))
+    memory = "the GPU's memory, which is unknown" if available is None else readable(available)
+    return Item(
+        device, "engine", "share", f"{share.engines} × {share.argument} {share.value} × {memory}", size
+    )
+
+
 def check_memory(settings: Settings, free: Callable[[str], int | None], *, engines: bool = True) -> None:
     """Checks, before anything is loaded, that what cannot be avoided fits in the free memory of each device.
 
-    Weights, gradients and the optimiser's state are counted; caches and activations grow on demand.
+    Weights, gradients and the optimiser's state are counted; caches and activations grow on demand. Beside
+    SGLang or vLLM on the same GPU, all that the trainer needs is counted: they do not give memory back.
 
     Args:
         settings: Settings of the run.
@@ -115,11 +132,13 @@ def check_memory(settings: Settings, free: Callable[[str], int | None], *, engin
         StartError: They do not fit.
     """
     try:
-        items = run_plan(settings)
+        items = run_plan(settings, free)
         models = [settings.of_policy(name).model.path for name in settings.policy_names]
         parameters = sum(read_shape(model).parameters for model in models)
     except ConfigError:  # not a plain decoder: its size is unknown
         return
+    if engines and gpu_shares(settings):
+        _check_shares(settings, items, free(settings.trainer.device))
     fixed = [item for item in items if item.what in ("weights", "gradients", "optimiser")]
     counted = [item for item in fixed if engines or item.owner == "trainer"]
     for device in sorted({item.device for item in counted}):
@@ -133,6 +152,29 @@ def check_memory(settings: Settings, free: Callable[[str], int | None], *, engin
                 "set trainer.lora.rank, engine.dtype = bfloat16 or engine.urls, or take a smaller model or a "
                 "larger machine; tidegate train --dry-run shows the whole plan"
             )
+
+
+def _check_shares(settings: Settings, items: list[Item], available: int | None) -> None:
+    """Raises StartError if SGLang or vLLM may leave too little of the trainer's GPU to the trainer."""
+    shares, device = gpu_shares(settings), settings.trainer.device
+    needed = sum(item.size for item in items if (item.device, item.owner) == (device, "trainer"))
+    limited = all(share.value is not None for share in shares)
+    taken = sum(share.taken for share in shares)
+    if limited and (available is None or needed <= (1 - taken) * available):
+        return
+    memory, what = available or TYPICAL_GPU, "free" if available else "a usual GPU"
+    first = replace(shares[0], engines=sum(share.engines for share in shares))
+    remedy = (
+        f"set trainer.activation_checkpointing, a smaller trainer.microbatch_tokens or trainer.lora.rank, as "
+        f"no engine fits beside it in {readable(memory)} ({what})"
+    )
+    if proposed := first.proposed(memory, needed):
+        value = f'"{first.argument}={proposed:g}"'
+        remedy = f"set {value} in engine.arguments, which fits in {readable(memory)} ({what})"
+    raise StartError(
+        f'engine.kind = "{first.kind}" uses the GPU of the trainer, which needs {readable(needed)}, and '
+        f"takes {f'{taken:.0%}' if limited else 'nearly all'} of its memory: {remedy}"
+    )
 
 
 def _trainer_plan(trainer: TrainerSettings, shape: Shape) -> list[Item]:

@@ -54,9 +54,12 @@ class ExternalEngine(SettingsSection):
 
     @property
     def dtype_argument(self) -> str | None:
-        """The value of `--dtype` in `arguments`; None if it is not there."""
-        words = " ".join(self.arguments).replace("--dtype=", "--dtype ").split()
-        return next((value for name, value in itertools.pairwise(words) if name == "--dtype"), None)
+        return self.value_of("--dtype")
+
+    def value_of(self, argument: str) -> str | None:
+        """Returns the value of an argument in `arguments`; None if it is not there."""
+        words = " ".join(self.arguments).replace(f"{argument}=", f"{argument} ").split()
+        return next((value for name, value in itertools.pairwise(words) if name == argument), None)
 
 
 class EmbeddedEngine(SettingsSection):
