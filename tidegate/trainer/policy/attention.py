@@ -42,8 +42,12 @@ def mask(*, mask_function: Any, attention_mask: Tensor | None, **options: Any) -
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    # Under autocast RoPE leaves query and key in float32 beside a value in bfloat16. Autocast would convert
+    # them, but a causal bias is checked for equal types before it.
+    dtype = _dtype_of(query)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     groups = getattr(module, "num_key_value_groups", 1)
-    if groups > 1 and attention_mask is None and _dtype_of(query) is torch.float32:
+    if groups > 1 and attention_mask is None and dtype is torch.float32:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         module = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # one without groups
     if attention_mask is None and query.shape[2] < key.shape[2]:
