@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tidegate.config import Settings
 from tidegate.doctor.findings import Finding, error, ok
 from tidegate.errors import StartError
-from tidegate.weights.files import stored_parameters
+from tidegate.weights.files import find_quantization, stored_parameters
 
 if TYPE_CHECKING:
     from tidegate.gateway.rendering.renderer import Renderer
@@ -78,6 +78,9 @@ def _files(model: Path, weights: bool = True) -> list[Finding]:
         findings.append(
             error("model", "model_incomplete", f"the model directory {model} has no weights", fix)
         )
+    if weights and (quantization := find_quantization(model)):
+        text = f"{quantization} and cannot be trained"
+        findings.append(error("model", "model_quantized", text, "set model.path to the model in bfloat16"))
     return findings
 
 

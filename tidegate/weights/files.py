@@ -81,6 +81,20 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
+def find_quantization(directory: Path) -> str | None:
+    """Describe the quantization of a model directory by its config; None without one."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+        found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    except (OSError, ValueError, AttributeError):
+        return None
+    if found is None:
+        return None
+    method = found.get("quant_method", found) if isinstance(found, dict) else found
+    return f"the weights of {directory} are quantized (quantization_config in config.json: {method})"
+
+
 def stored_parameters(directory: Path) -> int | None:
     """Counts the parameters in a directory's safetensors by their headers (8 bytes of length, then JSON).
 

@@ -46,6 +46,17 @@ def test_a_directory_that_is_incomplete(tmp_path: Path, missing: str) -> None:
     assert found.code == "model_incomplete"
 
 
+def test_a_model_with_quantized_weights(tmp_path: Path) -> None:
+    a_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (found,) = model_findings(tmp_path)
+    assert found.code == "model_quantized"
+    assert f"the weights of {tmp_path} are quantized (quantization_config in config.json: fp8)" in found.text
+    assert "bfloat16" in str(found.fix)
+
+
 def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
     model = shutil.copytree(TINY_BASE, tmp_path / "model")
     (model / "chat_template.jinja").unlink()

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidegate.errors import StartError
 from tidegate.trainer.checkpoint.checkpoint import sync_tree
 from tidegate.weights import adapter_files, checksum
-from tidegate.weights.files import replacing
+from tidegate.weights.files import find_quantization, replacing
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -40,6 +40,9 @@ def read_model(path: Path) -> Any:
         raise StartError(
             f"{path}: no model found (no config.json); set model.path to a Hugging Face directory"
         )
+    if quantization := find_quantization(path):
+        # On a GPU transformers would return them as they are, beside scales that no optimiser knows.
+        raise StartError(f"{quantization} and cannot be trained; set model.path to the model in bfloat16")
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, output_loading_info=True
