@@ -43,6 +43,19 @@ def test_a_model_in_bfloat16_returns_logits_that_are_not_rounded(tmp_path: Path,
     assert not torch.equal(logits, rounded.float())
 
 
+class OnCUDA(str):
+    """The name of the CPU for torch, of a GPU for its readers."""
+
+    type = "cuda"
+
+
+def test_an_engine_on_a_gpu_uses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf_model = make_tiny_model(tmp_path / "base").bfloat16()
+    monkeypatch.setattr(type(hf_model), "device", OnCUDA("cpu"))
+    model = Model(hf_model, 2, 64)
+    assert "forward" in vars(model.hf_model.get_output_embeddings())
+
+
 def test_an_engine_on_a_cpu_does_not_use_them(tmp_path: Path) -> None:
     """Products in float32 of a head in bfloat16 cost a copy of the head for each token there."""
     model = Model(make_tiny_model(tmp_path / "base").bfloat16(), 2, 64)
