@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -15,7 +17,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-MODELS = {"qwen3": Qwen3ForCausalLM, "llama": LlamaForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM}
+MODELS = {
+    "qwen3": Qwen3ForCausalLM,
+    "llama": LlamaForCausalLM,
+    "qwen3_moe": Qwen3MoeForCausalLM,
+    "glm4_moe": Glm4MoeForCausalLM,
+}
 
 
 def tiny_config(family: str, vocab: int, layers: int, hidden: int, eos: int | None) -> Any:
@@ -37,6 +44,11 @@ def tiny_config(family: str, vocab: int, layers: int, hidden: int, eos: int | No
         return Qwen3Config(**shape, tie_word_embeddings=True)
     if family == "llama":
         return LlamaConfig(**shape, tie_word_embeddings=False)
+    if family == "glm4_moe":
+        return Glm4MoeConfig(
+            **shape, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=hidden,
+            n_shared_experts=1, first_k_dense_replace=1, tie_word_embeddings=False,
+        )  # fmt: skip
     if family == "qwen3_moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
         return Qwen3MoeConfig(**shape, **experts, tie_word_embeddings=False)
@@ -54,7 +66,7 @@ def make_tiny_model(
     eos: int | None = None,
     spread: float = 0.15,
 ) -> Any:
-    """Saves a random model (`qwen3`, tied; `llama`, `qwen3_moe`, untied) in Hugging Face format; returns it.
+    """Saves a random model (`qwen3`, tied; the others, untied) in Hugging Face format; returns it.
 
     `spread` is the standard deviation of the weights, large enough that the distribution of the next token is
     far from uniform and depends on every earlier token.

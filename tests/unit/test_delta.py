@@ -111,6 +111,21 @@ def test_a_version_is_rebuilt_as_a_directory_with_all_weights(stage: Stage, tmp_
     assert checksum.of_files(whole) == checksum.of_files(tmp_path / "expected")
 
 
+def test_a_model_with_tensors_of_another_type_is_written_whole(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, "bfloat16")
+
+    def save(directory: Path, dtype: str) -> None:
+        values = cast(stage.model.state_dict(), dtype, {"model.norm.weight"})
+        stage.model.save_pretrained(directory, state_dict=values)
+
+    stage.writer.save_weights = save
+    assert not any(delta_files.is_delta(stage.publish()) for _ in range(3))
+    assert stage.notes == [
+        f"no differences are published: {tmp_path}/weights/v000001: 'model.norm.weight' has no elements of "
+        "2 bytes"
+    ]
+
+
 FAULTS = {
     "flipped": "damaged",
     "cut": "not a complete difference",

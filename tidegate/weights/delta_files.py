@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,15 +175,21 @@ def _read_full(step: DeltaFile) -> dict[str, VersionTensor]:
 
 
 def read_tensors(directory: Path, widths: Mapping[str, int]) -> dict[str, VersionTensor]:
-    """Read the tensors with these names. Raises WeightsError if one is missing."""
+    """Read the tensors with these names.
+
+    Raises WeightsError if one is missing, or its elements have another width, as those that stay in float32.
+    """
+    found = {}
     try:
-        found = {
-            name: VersionTensor(data, widths[name])
-            for path in weight_files(directory)
-            for name, data in tensors_of_file(path)
-            if name in widths
-        }
-    except (OSError, ValueError, KeyError) as error:
+        for path in weight_files(directory):
+            with safe_open(path, framework="np") as file:
+                shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            for name, data in tensors_of_file(path):
+                if name in widths:
+                    if data.size != widths[name] * prod(shapes[name]):
+                        raise WeightsError(f"{directory}: {name!r} has no elements of {widths[name]} bytes")
+                    found[name] = VersionTensor(data, widths[name])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise WeightsError(f"{directory}: cannot read the weights: {error!r}") from error
     if missing := widths.keys() - found.keys():
         raise WeightsError(f"{directory}: the tensor {min(missing)!r} is missing")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from errno import EIO
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,32 @@ def write_merged(adapter: Path, directory: Path) -> None:
     write_model(directory, model, model.state_dict(), tokenizer_files(header.base), durable=False)
 
 
-def cast(values: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Convert tensors of floats to a data type; tied ones, which share memory, stay tied."""
+def kept_exact(model: Any) -> set[str]:
+    """Return the names of tensors that engines hold in float32, whatever the type of the others.
+
+    These are buffers and what transformers keeps so. A router's correction bias is one: its values are close
+    to each other, and rounded ones choose other experts.
+    """
+    names = set(model.state_dict())
+    kept = {name for name, _ in model.named_buffers()}
+    for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ():
+        kept |= {name for name in names if re.search(pattern.replace("*", ".*"), name)}
+    return kept & names
+
+
+def cast(values: Mapping[str, Tensor], dtype: str, exact: Collection[str] = frozenset()) -> dict[str, Tensor]:
+    """Convert tensors of floats to a data type, but not those named in `exact`.
+
+    Tied ones, which share memory, stay tied.
+    """
     kind = getattr(torch, dtype)
     made: dict[tuple[int, torch.Size], Tensor] = {}
     result = {}
     for name, value in values.items():
         key = (value.data_ptr() or id(value), value.shape)  # a shard or a meta tensor has no address
+        if name in exact:
+            result[name] = value
+            continue
         if value.is_floating_point() and value.dtype != kind and key not in made:
             made[key] = value.to(kind)
         result[name] = made.get(key, value)
@@ -150,16 +169,18 @@ def conversion_units(model: Any, live: Mapping[str, Tensor]) -> Callable[[str], 
 
 
 def _write_dtype(path: Path, values: Mapping[str, Tensor]) -> None:
-    """Write the data type of the values to a config, where transformers writes the model's.
+    """Write the data type of most of the values to a config, where transformers writes the model's.
 
     Engines that start from the files take their type from there.
     """
-    types = {
-        str(value.dtype).removeprefix("torch.") for value in values.values() if value.is_floating_point()
-    }
-    if len(types) != 1:  # some values stay in another type, and transformers' choice stands
+    sizes: dict[str, int] = {}
+    for value in values.values():
+        if value.is_floating_point():
+            name = str(value.dtype).removeprefix("torch.")
+            sizes[name] = sizes.get(name, 0) + value.nbytes
+    if not sizes:
         return
-    (dtype,) = types
+    dtype = max(sizes, key=sizes.__getitem__)
     config = json.loads(path.read_text())
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         if isinstance(part.get("dtype"), str):

@@ -272,14 +272,14 @@ class Policy:
         """Write the model in Hugging Face format, with the base model's tokenizer and chat template.
 
         The directory is replaced atomically. An adapter is merged. `durable` also syncs the files to disk.
-        `dtype` is the data type of the written values.
+        `dtype` is the data type of the written values; those that engines hold in float32 stay so.
 
         Raises:
             OSError: if a file cannot be written.
         """
-        values = self._weights.in_files()
+        values = self._weights.in_files(dtype)
         if self.ranks.rank == 0:
-            write_model(directory, self.model, cast(values, dtype), self._tokenizer, durable=durable)
+            write_model(directory, self.model, values, self._tokenizer, durable=durable)
         return directory
 
     @collective

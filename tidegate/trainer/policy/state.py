@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,7 +16,13 @@ from torch import Tensor
 
 from tidegate.errors import CheckpointError, StartError
 from tidegate.trainer.checkpoint.checkpoint import OPTIMIZER
-from tidegate.trainer.checkpoint.huggingface import as_in_files, cast, conversion_units, write_model
+from tidegate.trainer.checkpoint.huggingface import (
+    as_in_files,
+    cast,
+    conversion_units,
+    kept_exact,
+    write_model,
+)
 from tidegate.trainer.policy.lora import Adapter, base_name, is_adapter
 from tidegate.trainer.policy.ranks import Ranks
 from tidegate.weights.process_group import buckets
@@ -35,21 +42,42 @@ class PolicyWeights:
         self._adapter = adapter
         self._ranks = ranks
 
+    @cached_property
+    def _exact(self) -> set[str]:
+        return {base_name(name) for name in kept_exact(self._model)}
+
+    @cached_property
+    def _unit(self) -> Callable[[str], str]:
+        """Computed once: it takes a second for a model of 30 billion parameters."""
+        return conversion_units(
+            self._model,
+            {base_name(name): value for name, value in self._sent().items() if not is_adapter(name)},
+        )
+
+    def _sent(self) -> dict[str, Tensor]:
+        """Return the tensors that engines receive: parameters, of tied ones only the first, and buffers that
+        files have."""
+        buffers = dict(self._model.named_buffers())
+        stored = self._model.state_dict().keys() & buffers.keys()
+        return {
+            **dict(self._model.named_parameters()),
+            **{name: value for name, value in buffers.items() if name in stored},
+        }
+
     def parameters(self) -> dict[str, Tensor]:
         """Return the parameters as published; of tied ones only the first. Empty except on rank 0."""
         return self._gathered(dict(self._model.named_parameters()))
 
-    def in_files(self) -> dict[str, Tensor]:
+    def in_files(self, dtype: str = "float32") -> dict[str, Tensor]:
         """Return the tensors of a checkpoint: buffers and all tied parameters too. Empty except on rank 0."""
-        return self._gathered(self._model.state_dict(keep_vars=True))
+        return cast(self._gathered(self._model.state_dict(keep_vars=True)), dtype, self._exact)
 
     def buckets(
         self, max_bytes: int, as_files: str | None, *, on_device: bool
     ) -> Generator[dict[str, Tensor], None, None]:
-        """Yield `parameters` in buckets; see `Policy.weight_buckets`."""
-        live = dict(self._model.named_parameters())
-        base = {base_name(name): value for name, value in live.items() if not is_adapter(name)}
-        unit = conversion_units(self._model, base) if as_files is not None else str
+        """Yield `parameters` in buckets, with buffers as files have them; see `Policy.weight_buckets`."""
+        live = dict(self._model.named_parameters()) if as_files is None else self._sent()
+        unit = str if as_files is None else self._unit
         parts = (
             self._published({name: live[name] for name in names}, as_files, on_device)
             for names in buckets(live, max_bytes, lambda name: unit(base_name(name)))
@@ -68,10 +96,10 @@ class PolicyWeights:
     def _published(self, live: dict[str, Tensor], dtype: str | None, on_device: bool) -> dict[str, Tensor]:
         """Gather tensors in the published type; an adapter is merged in float32 before."""
         if dtype is not None and self._adapter is None:
-            live = cast(live, dtype)
+            live = cast(live, dtype, self._exact)
         values = self._gathered(live, on_device=on_device)
         if dtype is not None and self._adapter is not None:
-            values = cast(values, dtype)
+            values = cast(values, dtype, self._exact)
         return values if on_device else {name: value.cpu() for name, value in values.items()}
 
     def _gathered(self, live: Mapping[str, Tensor], *, on_device: bool = False) -> dict[str, Tensor]:
@@ -170,7 +198,7 @@ class PolicyState:
 
     def stage(self, steps: int, tokenizer: Mapping[str, bytes], shards: Path) -> StagedPolicy:
         """Copy the weights and the state, and begin to write each rank's moments to `shards`."""
-        values = cast(self.weights.in_files(), "float32")
+        values = self.weights.in_files()
         state, copied = self.read(steps), io.BytesIO()
         moments = {
             f"{index}.{name}": of_parameter.pop(name)
