@@ -320,6 +320,12 @@ class Recorded:
     settings: TrainerSettings
 
 
+def layers_of(model: Any) -> list[Any]:
+    """Returns the decoder layers; FSDP has changed their class to one whose name has a prefix."""
+    names = set(model._no_split_modules)
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in names]
+
+
 def recorded(name: str, gpus: int, *, checkpointing: bool = False) -> Recorded:
     """Runs a step of the model on the first of several fake GPUs."""
     config = AutoConfig.for_model(**PUBLISHED[name], max_position_embeddings=40960)
@@ -340,7 +346,7 @@ def recorded(name: str, gpus: int, *, checkpointing: bool = False) -> Recorded:
             share = policy._split(rows_of(ROWS * gpus, config.vocab_size))[0]
             for parameter in model.parameters():
                 recorder.track(parameter)
-            for number, layer in enumerate(forward.decoder_layers(policy._forward.model)):
+            for number, layer in enumerate(layers_of(policy._forward.model)):
                 layer.forward = recorder.inside(f"layer {number}", layer.forward)
             on_logits = {name: recorder.inside(name, getattr(head, name)) for name in ("_score", "_gradient")}
             with recorder, mock.patch.multiple(head, **on_logits):

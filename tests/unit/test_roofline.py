@@ -99,6 +99,7 @@ def test_ranks_share_the_state_and_send_gradients() -> None:
     alone, shared = roofline.recorded("tiny", 1), roofline.recorded("tiny", 4)
     assert shared.sent > 4 * shared.parameters, "gradients in float32"
     assert shared.peak < alone.peak - 10 * alone.parameters
+    assert {one.part for one in shared.passed} == {one.part for one in alone.passed}, "compiled by layers"
 """)
 
 
