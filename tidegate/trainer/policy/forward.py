@@ -38,6 +38,8 @@ LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU = 2**26, 2**28
 """Largest number of logits in memory. More are computed in pieces, and again in the backward pass (with a
 vocabulary of 150,000, 8,192 tokens would take 5 GB). On a GPU each piece costs a pass over the gradient of
 the head."""
+RECOMPILE_LIMIT = 64
+"""Largest number of variants of a compiled layer."""
 
 
 class Prefix:
@@ -352,6 +354,9 @@ def _compile_layers(layers: Iterable[Any]) -> None:
     Wraps `forward` rather than the call, so that hooks, such as FSDP's, run outside. All layers share one
     compiled graph. With a cache, as for shared prefixes, a layer depends on its number and is not compiled.
     """
+    # Kinds of layers, masks and gradient modes multiply to more than torch's 8 variants: others would run
+    # uncompiled.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for layer in layers:
         plain, compiled = layer.forward, torch.compile(layer.forward, dynamic=True)
         layer.forward = partial(_compiled_or_plain, plain, compiled)

@@ -123,3 +123,25 @@ def test_compiled_layers_give_the_same_gradients(
         found.append([one.grad for one in policy.model.parameters()])
     head._compiled.cache_clear()
     assert apart(*found) < 0.02  # compiled operations round less often
+
+
+@pytest.mark.slow  # as above
+def test_many_kinds_of_layers_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's limit of eight, further variants would run uncompiled: Qwen3-Next, Gemma 3."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind = kind
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden * len(self.kind)
+
+    limits = torch._dynamo.config
+    monkeypatch.setattr(limits, "recompile_limit", 8)  # restored afterwards
+    monkeypatch.setattr(limits, "fail_on_recompile_limit_hit", True)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    layers = [Layer("a" * number) for number in range(12)]
+    forward._compile_layers(layers)
+    for number, layer in enumerate(layers):
+        assert layer(torch.ones(3)).tolist() == [number] * 3
