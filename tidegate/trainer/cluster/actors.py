@@ -27,6 +27,8 @@ from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess
 
 REPLY_TIMEOUT_S = 30.0
+NOT_SET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""With this variable Ray leaves all GPUs of the node visible to each actor."""
 
 
 class LostError(StartError):
@@ -101,12 +103,22 @@ class TempDir:
             self._ours = -1
 
 
+def see_assigned_gpus() -> None:
+    """Make this process and its children see only the GPUs that Ray assigned to the actor.
+
+    Ranks and engines do not know which of several visible GPUs is theirs: rank 8 may be its node's first.
+    """
+    if NOT_SET in os.environ and (gpus := ray.get_gpu_ids()):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+
+
 class ProcessActor:
     """Base of the actors. The working directory is the run's, if it is visible here, else a temporary one."""
 
     def __init__(self, context: ActorContext) -> None:
         shield_process()
         context.apply()
+        see_assigned_gpus()
         self.node = ClusterNode(ray.util.get_node_ip_address())
         set_gloo_interface(self.node.address)
         self.shares_run_dir = context.probe.is_visible()

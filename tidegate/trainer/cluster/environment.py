@@ -14,7 +14,9 @@ import psutil
 from tidegate import __version__
 from tidegate.errors import ConfigError
 
-PREFIXES = ("HF_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "SGLANG_", "VLLM_", "WANDB_", "TIDEGATE_")
+PREFIXES = (
+    "HF_", "NCCL_", "GLOO_", "CUDA_", "TORCH_", "PYTORCH_", "SGLANG_", "VLLM_", "WANDB_", "TIDEGATE_"
+)  # fmt: skip
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM")
 # Ray gives each actor its own GPUs by this variable.
 SET_BY_RAY = ("CUDA_VISIBLE_DEVICES",)

@@ -16,6 +16,7 @@ import ray
 from tidegate.errors import StartError
 from tidegate.observer import ForwardingObserver, Observer
 from tidegate.service.process_secrets import shield_process
+from tidegate.trainer.cluster.actors import see_assigned_gpus
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
 from tidegate.trainer.cluster.provider import RayProcesses
@@ -54,6 +55,7 @@ class RunActor:
     def __init__(self, spec: RunSpec, slots: ActorSlots) -> None:
         shield_process()
         os.environ.update(spec.environment)
+        see_assigned_gpus()
         self._spec = spec
         self._slots = slots
         self._node = ClusterNode(ray.util.get_node_ip_address())

@@ -78,6 +78,7 @@ def test_the_variables_that_matter_go_along_and_no_others() -> None:
     environment = {
         "HF_HOME": "/models", "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "3", "TOKENIZERS_PARALLELISM": "false", "HOME": "/root",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "JUDGE_KEY": "s3cret",
     }  # fmt: skip
     there = forwarded_variables(environment)
@@ -97,6 +98,33 @@ def test_process_groups_meet_at_the_address_of_the_node(monkeypatch: pytest.Monk
     monkeypatch.delenv(GLOO_INTERFACE)
     set_gloo_interface("127.0.0.1")
     assert os.environ[GLOO_INTERFACE] in [name for _, name in socket.if_nameindex()]
+
+
+def test_an_actor_sees_its_own_gpus_even_if_ray_was_told_not_to_set_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from tidegate.trainer.cluster import actors, run_actor
+
+    for module in (actors, run_actor):
+        monkeypatch.setattr(module, "shield_process", lambda: None)
+        monkeypatch.setattr(module, "set_gloo_interface", lambda _: None)
+    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(actors.ray, "get_gpu_ids", lambda: [3])
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    context = ActorContext("a", SharedDirProbe.create(tmp_path), tmp_path, {})
+    monkeypatch.chdir(tmp_path)
+    for create in (
+        lambda: actors.RankActor(context, 8),
+        lambda: run_actor.RunActor(run_actor.RunSpec("a", tmp_path, tmp_path, {}, lambda *_: None), None),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        create()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.delenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # by Ray
+    actors.RankActor(context, 8)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 def test_a_node_that_is_not_alike_is_named() -> None:
