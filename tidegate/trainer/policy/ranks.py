@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -21,6 +22,8 @@ from tidegate.trainer.checkpoint.huggingface import read_model
 
 HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """Text of torch's RuntimeError when host memory is exhausted."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with the options of torch's allocator on GPUs."""
 Compute = Callable[..., Any]
 """(microbatch, prefix) → `TokenLogprobs` of the trained tokens."""
 T = TypeVar("T")
@@ -135,7 +138,7 @@ def out_of_memory(error: Exception, settings: TrainerSettings) -> str | None:
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and HOST_MEMORY not in str(error):
         return None
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return (
-        f"out of memory on {settings.device}: {lines[0]}; lower trainer.microbatch_tokens (it is "
-        f"{settings.microbatch_tokens}) and continue with --resume"
-    )
+    remedy = f"lower trainer.microbatch_tokens (it is {settings.microbatch_tokens})"
+    if settings.device.startswith("cuda") and not any(name in os.environ for name in ALLOCATOR):
+        remedy += f", or set {ALLOCATOR[0]}=expandable_segments:True, which wastes less memory,"
+    return f"out of memory on {settings.device}: {lines[0]}; {remedy} and continue with --resume"

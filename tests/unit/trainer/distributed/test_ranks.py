@@ -17,6 +17,7 @@ from tidegate.errors import CheckpointError, TrainingError
 from tidegate.trainer.distributed import ranks as module
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.forward import Forward
+from tidegate.trainer.policy.ranks import ALLOCATOR, out_of_memory
 
 MEMORY = r"out of memory on cpu: .*; lower trainer\.microbatch_tokens \(it is 99\)"
 
@@ -123,6 +124,20 @@ async def test_a_process_group_that_cannot_be_left_does_not_block(
         await RankProcesses(settings, [Told()]).close()
     never.set()
     assert where != [threading.main_thread()], "the event loop's"
+
+
+@pytest.mark.parametrize(("variable", "named"), [(None, True), ("PYTORCH_ALLOC_CONF", False)])
+def test_a_gpu_without_memory_is_told_of_the_allocators_option(
+    variable: str | None, named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "expandable_segments:True")
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    told = out_of_memory(error, TrainerSettings(device="cuda"))
+    assert ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in str(told)) == named
+    assert "PYTORCH" not in str(out_of_memory(error, TrainerSettings()))
 
 
 @pytest.mark.parametrize("fault", [no_memory, raises(MemoryError())])
