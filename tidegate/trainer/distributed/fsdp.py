@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -37,6 +38,8 @@ from tidegate.trainer.policy.head import TokenLogprobs
 from tidegate.trainer.policy.ranks import Compute, Ranks
 
 T = TypeVar("T")
+READ_TIMEOUT = timedelta(hours=6)
+"""Timeout of the ranks that wait while rank 0 reads files."""
 SMALL = 2**16
 """Bytes of a tensor that every rank receives, such as a generator's state."""
 
@@ -46,6 +49,7 @@ class FSDPRanks(Ranks):
 
     Args:
         settings: the `[trainer]` settings.
+        store: the store of the process group.
         call: context in which rank 0 calls a method of the policy, which makes the other ranks call it.
         translate: context that translates the errors of lost connections.
     """
@@ -53,12 +57,14 @@ class FSDPRanks(Ranks):
     def __init__(
         self,
         settings: TrainerSettings,
+        store: dist.Store,
         call: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext(),
         translate: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         super().__init__(settings)
         self.rank = dist.get_rank()
         self.count = dist.get_world_size()
+        self._store, self._reads = store, 0
         self._call, self._translate = call, translate
         self._written: Callable[[], None] | None = None
         """Waits for the last checkpoint that this rank writes in the background."""
@@ -88,11 +94,17 @@ class FSDPRanks(Ranks):
     def _on_rank_0(self, read: Callable[[], T]) -> T | None:
         """Return what rank 0 reads, and None on the other ranks; raises the errors of `read` on all ranks."""
         value = error = None
+        self._reads += 1
+        done = f"tidegate/read/{self._reads}"
         if self.rank == 0:
             try:
                 value = read()
             except Exception as found:  # noqa: BLE001 - raised on all ranks
                 error = found
+            self._store.set(done, "")
+        else:
+            # Reading a large model may take longer than the timeout of collective operations.
+            self._store.wait([done], READ_TIMEOUT)
         if (error := self.agree(lambda: error)) is not None:
             raise error
         return value

@@ -61,7 +61,7 @@ class RankInit:
             backend = "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=self.timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
-        own = FSDPRanks(self.settings, call, translate)
+        own = FSDPRanks(self.settings, store, call, translate)
         return Policy.load(self.model, self.settings, self.seed, own)
 
 

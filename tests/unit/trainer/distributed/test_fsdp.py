@@ -36,6 +36,6 @@ def test_layers_are_gathered_in_bfloat16_and_the_head_in_float32(tmp_path: Path)
         used["head"] = head.weight.dtype
         return logits, logits, None
 
-    computed, _ = FSDPRanks(TrainerSettings()).shard_model(model, compute, torch.bfloat16)
+    computed, _ = FSDPRanks(TrainerSettings(), dist.HashStore()).shard_model(model, compute, torch.bfloat16)
     computed(None, None)
     assert used == {"layer": torch.bfloat16, "head": torch.float32}

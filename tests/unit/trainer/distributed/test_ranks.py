@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from tests.unit.trainer.learning_fixtures import make_model, make_rows
 from tidegate.config import TrainerSettings
 from tidegate.errors import CheckpointError, TrainingError
+from tidegate.trainer.distributed import fsdp
 from tidegate.trainer.distributed import ranks as module
 from tidegate.trainer.distributed.ranks import RankProcesses
 from tidegate.trainer.policy.forward import Forward
@@ -124,6 +127,45 @@ async def test_a_process_group_that_cannot_be_left_does_not_block(
         await RankProcesses(settings, [Told()]).close()
     never.set()
     assert where != [threading.main_thread()], "the event loop's"
+
+
+def test_ranks_wait_in_no_collective_while_rank_0_reads(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its timeout is for tensors: a large model on a slow disk takes longer."""
+    events: list[str] = []
+    rank_1_waits, done = threading.Event(), threading.Event()
+
+    class Store:
+        def set(self, key: str, value: str) -> None:
+            done.set()
+
+        def wait(self, keys: list[str], timeout: timedelta) -> None:
+            assert timeout > timedelta(hours=1)
+            rank_1_waits.set()
+            assert done.wait(60)
+
+    class Rank(fsdp.FSDPRanks):
+        def collect(self, value: Any) -> list[Any]:
+            events.append(f"collective of rank {self.rank}")
+            rank_1_waits.set()
+            return [value]
+
+    def read() -> str:
+        assert rank_1_waits.wait(60)
+        events.append("read")
+        return "model"
+
+    def open_rank(number: int) -> Any:
+        monkeypatch.setattr(fsdp.dist, "get_rank", lambda: number)
+        return Rank(settings, Store())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fsdp.dist, "get_world_size", lambda: 2)
+    ranks = [open_rank(number) for number in range(2)]
+    with ThreadPoolExecutor() as threads:
+        values = list(threads.map(lambda rank: rank._on_rank_0(read), ranks))
+    assert values == ["model", None]
+    assert events[0] == "read"
 
 
 @pytest.mark.parametrize(("variable", "named"), [(None, True), ("PYTORCH_ALLOC_CONF", False)])
