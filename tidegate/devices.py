@@ -30,6 +30,11 @@ def _cause(error: Exception) -> str:
     return re.split(r"\n|\. ", str(error).strip())[0]
 
 
+def count_gpus() -> int:
+    """Returns the number of GPUs that torch finds."""
+    return torch.cuda.device_count()
+
+
 def free_memory(device: str) -> int | None:
     """Returns the bytes that a process can still allocate on a device; None if this is unknown."""
     if not device.startswith("cpu"):

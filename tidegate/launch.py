@@ -32,7 +32,7 @@ from tidegate.trainer.preflight import (
     check_teachers,
     check_writable,
 )
-from tidegate.trainer.processes.gpus import engine_gpus, visible_gpus
+from tidegate.trainer.processes.gpus import check_visible, engine_gpus, visible_gpus
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.rollout.evaluator import check_suites
@@ -227,9 +227,11 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
         settings: Settings of the run.
         engines: Whether engines are started on this machine, too; None: others share the work.
     """
-    from tidegate.devices import find_device, free_memory
+    from tidegate.devices import count_gpus, find_device, free_memory
 
     find_device("trainer.device", settings.trainer.device)
+    if engines:
+        check_visible(settings, count_gpus())
     own = settings.trainer.backend == "own"
     for name in settings.policy_names:
         refuse_unusable(settings.of_policy(name).model.path, weights=own)

@@ -37,4 +37,5 @@ def test_a_configuration_fits_and_has_one_type(path: Path, monkeypatch: pytest.M
     assert all(size + 2 * PYTORCH_BYTES < GPU_BYTES for size in on_gpus.values()), on_gpus
     assert settings.trainer.pass_dtype == settings.engine.weights_dtype == "bfloat16"
     if "cluster" not in path.stem:
-        assert len(engine_gpus(settings, 1)) == (0 if settings.engine.urls else settings.engine.count)
+        engines = engine_gpus(settings, 1).engines[""]
+        assert len(engines) == (0 if settings.engine.urls else settings.engine.count)

@@ -120,7 +120,7 @@ class Examination:
             own = settings.of_engines(policy)
             current = partial(lambda path: (path, 0), own.model.path.absolute())
             try:
-                engine = LocalProcesses().engines(own, self.folder, current, policy)[0]
+                engine = LocalProcesses().engines(settings, self.folder, current, policy)[0]
                 stack.push_async_callback(engine.stop)
                 urls[await engine.start()] = policy
             except (ConfigError, StartError) as failure:

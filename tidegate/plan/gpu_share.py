@@ -45,17 +45,17 @@ def gpu_shares(settings: Settings) -> list[GpuShare]:
     for first in settings.engine_sets:
         own = settings.of_engines(first)
         argument = ARGUMENTS.get(own.engine.kind)
-        if argument is not None and not own.engine.urls and _shares(own):
+        if argument is not None and not own.engine.urls and _shares(settings, first):
             found.append(GpuShare(own.engine.kind, own.engine.count, _number(own.engine.value_of(argument))))
     return found
 
 
-def _shares(settings: Settings) -> bool:
+def _shares(settings: Settings, engines: str) -> bool:
     kind, _, index = settings.trainer.device.partition(":")
     if kind != "cuda" or settings.trainer.ranks > 1:
         return False
     try:
-        gpus = engine_gpus(settings, len(visible_gpus()))
+        gpus = engine_gpus(settings, len(visible_gpus())).engines[engines]
     except ConfigError:  # refused by name before the start
         return False
     return any(int(index or 0) in own for own in gpus)

@@ -102,7 +102,7 @@ def _engine_devices(settings: Settings) -> list[str]:
     """Returns the device of each embedded engine; the trainer's GPU has the trainer's name."""
     engine, trainer = settings.engine, settings.trainer
     try:
-        gpus = engine_gpus(settings, len(visible_gpus()))[: engine.count]
+        gpus = engine_gpus(settings, len(visible_gpus())).engines[""]
     except ConfigError:  # refused by name before the start
         gpus = [()] * engine.count
     names = [f"cuda:{own[0]}" if own else engine.device for own in gpus]

@@ -69,7 +69,7 @@ async def start_processes(
     """The run's engines, the policies that each serves, and what it loads."""
     for policy in settings.engine_sets:
         of_policy = partial(_weights_of, settings, current, policy)
-        started = provider.engines(settings.of_engines(policy), run_dir, of_policy, policy)
+        started = provider.engines(settings, run_dir, of_policy, policy)
         own += [(server, policy, of_policy) for server in started]
     servers = [server for server, _, _ in own]
     for server in servers:

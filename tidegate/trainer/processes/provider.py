@@ -51,7 +51,10 @@ class ProcessProvider(Protocol):
     def engines(
         self, settings: Settings, run_dir: Path, current: CurrentWeights, policy: str = ""
     ) -> Sequence[ServerProcess]:
-        """Return the run's own engines, of several policies those of one; none if `engine.urls` is set."""
+        """Return the run's own engines, of several policies those of one; none if `engine.urls` is set.
+
+        `settings` are those of the whole run, all of whose engines have different GPUs.
+        """
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, ServerProcess]:
         """Return the engines of the teachers that are given by `path`, by environment."""

@@ -334,7 +334,8 @@ class LocalProcesses:
     ) -> Sequence[Service]:
         """Create the engines; raises ConfigError if their GPUs would be those of others (`engine_gpus`)."""
         names, key = visible_gpus(), own_engine_key(settings)
-        gpus = engine_gpus(settings, len(names))
+        gpus = engine_gpus(settings, len(names)).engines[policy]
+        settings = settings.of_engines(policy)
 
         def engine(index: int, name: str) -> Service:
             snapshot = partial(snapshot_weights, current, run_dir / "weights", name)
@@ -350,7 +351,7 @@ class LocalProcesses:
 
     def teachers(self, settings: Settings, run_dir: Path) -> Mapping[str, Service]:
         given = {env: model.path for env, model in settings.trainer.teacher.models.items() if model.path}
-        gpus = engine_gpus(settings, len(visible_gpus()))[len(engine_names(settings)) :]
+        gpus = engine_gpus(settings, len(visible_gpus())).teachers
         return {
             env: teacher_server(
                 on_gpus(settings, own), "-".join(filter(None, ("teacher", env))), path.absolute(), run_dir

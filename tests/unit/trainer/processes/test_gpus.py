@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tidegate import devices
 from tidegate.config import Settings
-from tidegate.errors import ConfigError
+from tidegate.errors import ConfigError, StartError
 from tidegate.evaluation import attempts
 from tidegate.launch import check_model
 from tidegate.scaffold.init import TINY_BASE
 from tidegate.service.service import Service
 from tidegate.settings.policies import PolicySettings
 from tidegate.settings.servers import ModelSettings
+from tidegate.trainer.processes import gpus
 from tidegate.trainer.processes.gpus import engine_gpus
 from tidegate.trainer.processes.servers import LocalProcesses
 from tidegate.trainer.processes.supervisor import TaskSupervisor
@@ -26,9 +29,10 @@ SGLANG = {"kind": "sglang", "python": "/x/python"}
 VLLM = {"kind": "vllm", "python": "/x/python"}
 
 
-def settings(trainer: dict[str, Any], engine: dict[str, Any]) -> Settings:
+def settings(trainer: dict[str, Any], engine: dict[str, Any], **more: Any) -> Settings:
     return Settings.model_validate(
         {
+            **more,
             "model": {"path": "m"},
             "env": {"use": "arithmetic"},
             "agent": {"use": "solver"},
@@ -59,7 +63,7 @@ def settings(trainer: dict[str, Any], engine: dict[str, Any]) -> Settings:
 def test_ranks_have_the_first_gpus_and_engines_the_next(
     trainer: dict[str, Any], engine: dict[str, Any], available: int, found: list[tuple[int, ...]]
 ) -> None:
-    assert engine_gpus(settings(trainer, engine), available) == found
+    assert engine_gpus(settings(trainer, engine), available).engines == {"": found}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +89,85 @@ def test_an_overlap_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         engine_gpus(settings(trainer, engine), available)
+
+
+ONE = {**SGLANG, "arguments": ["--base-gpu-id", "1"]}
+
+
+@pytest.mark.parametrize(
+    ("engine", "policies", "words"),
+    [
+        (SGLANG, {"a": {}, "b": {"engine": {**SGLANG, "count": 7}}}, r"and 8 engines need 1 \+ 8 × 1 GPUs"),
+        (
+            SGLANG,
+            {"a": {}, "b": {"engine": {**SGLANG, "count": 3, "arguments": ["--tp", "2"]}}},
+            r"and 4 engines need 1 \+ 1 × 1 \+ 3 × 2 GPUs",
+        ),
+        (
+            ONE,
+            {"a": {}, "b": {}},
+            r"--base-gpu-id in engine.arguments puts engine 0 of policy b on GPU 1, which engine 0 of "
+            r"policy a uses .*policies\.NAME\.engine",
+        ),
+        (
+            {"device": "cuda:1"},
+            {"a": {}, "b": {"engine": ONE}},
+            r"--base-gpu-id in policies\.b\.engine\.arguments puts engine 0 of policy b on GPU 1, which "
+            r"engine 0 of policy a uses \(engine\.device\)",
+        ),
+        (
+            {"device": "cuda:1"},
+            {"a": {}, "b": {"engine": {"device": "cuda:0"}}},
+            r"policies\.b\.engine\.device puts engine 0 of policy b on GPU 0, which trainer rank 0 uses",
+        ),
+    ],
+)
+def test_an_overlap_of_several_policies_is_refused_by_name(
+    engine: dict[str, Any], policies: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_gpus(settings({}, engine, policies=policies), 7)
+
+
+def test_engines_of_several_policies_have_different_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    policies: dict[str, Any] = {"a": {}, "b": {"engine": {**VLLM, "arguments": ["-tp", "2"]}}, "c": {}}
+    given = settings({}, SGLANG, policies=policies)
+    seen = [
+        engine.variables["CUDA_VISIBLE_DEVICES"]
+        for policy in policies
+        for engine in LocalProcesses().engines(given, tmp_path, weights, policy)
+    ]
+    assert seen == ["1", "2,3", "4"]
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The GPUs of this machine are counted again, without the driver's folder."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path / "missing")
+    gpus._count_gpus.cache_clear()
+    yield
+    gpus._count_gpus.cache_clear()
+
+
+@pytest.mark.usefixtures("counted")
+def test_gpus_are_counted_without_the_drivers_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = "GPU 0: NVIDIA H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-2)\nGPU 1: NVIDIA H200\n"
+    monkeypatch.setattr(gpus, "LIST_GPUS", ("echo", listed))
+    assert gpus.visible_gpus() == ["0", "1"]
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("command", ["false", "/nowhere/nvidia-smi"])
+def test_gpus_that_cannot_be_counted_are_refused(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "LIST_GPUS", (command,))
+    monkeypatch.setattr(devices, "find_device", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(StartError, match=r"does not list its GPUs .* set CUDA_VISIBLE_DEVICES=0,1$"):
+        check_model(settings({}, {"device": "cpu"}), engines=True)
 
 
 def test_the_processes_see_only_their_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
