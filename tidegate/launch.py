@@ -31,6 +31,7 @@ from tidegate.trainer.preflight import (
     check_rewarded_policies,
     check_teachers,
     check_writable,
+    set_nccl_memory,
 )
 from tidegate.trainer.processes.gpus import check_visible, engine_gpus, visible_gpus
 from tidegate.trainer.processes.provider import ProcessProvider
@@ -74,6 +75,7 @@ def launch(
     try:
         if cluster is not None:
             return _driver()(cluster, settings, make, view)
+        set_nccl_memory()
         return asyncio.run(_with_signals(make(view, LocalProcesses())))
     finally:
         view.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,12 +114,19 @@ def test_gpus_and_nccl_are_checked_before_anything_is_written(
     own = SimpleNamespace(metadata={"Name": "nvidia-nccl-cu13"}, version="2.29.7")
     monkeypatch.setattr(preflight, "distributions", lambda: [own])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "")  # restored afterwards
+    del os.environ["NCCL_CUMEM_ENABLE"]
     monkeypatch.chdir(REPO)
     engine = ["--engine.kind=sglang", f"--engine.python={python}", "--engine.max_slots=64"]
     place = ["--engine.max_context=1024", "--trainer.device=cuda", f"--run.dir={tmp_path}", "--run.name=run"]
     code = main([*words, *engine, *place, *given])
     assert (code, said in (err := capsys.readouterr().err)) == (2, True), err
     assert [path.name for path in tmp_path.iterdir()] == ["python"]
+    nccl = {"train": "0", "serve": "0"}.get(words[0])
+    assert os.environ.get("NCCL_CUMEM_ENABLE") == nccl, "one value for trainer and engines, that of SGLang"
+    os.environ["NCCL_CUMEM_ENABLE"] = "1"
+    main([*words, *engine, *place, *given])
+    assert os.environ["NCCL_CUMEM_ENABLE"] == "1"
 
 
 def test_an_id_on_the_hub_is_answered_with_the_command_that_fetches_it(

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     from tidegate.launch import check, check_model
     from tidegate.service.directory_lock import DirectoryLock
     from tidegate.settings.reading import split_file
-    from tidegate.trainer.preflight import check_nccl, check_writable
+    from tidegate.trainer.preflight import check_nccl, check_writable, set_nccl_memory
     from tidegate.trainer.processes.standing import StandingService
 
     file, overrides = split_file(rest)
@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         raise ConfigError("no settings: name a file, for example tidegate serve examples/online/config.toml")
     settings = load_settings(file, overrides)
     shield_process()
+    set_nccl_memory()
     service = StandingService(settings, lambda text: print(text, flush=True))
     check(settings)
     check_writable(settings.run_dir)

@@ -105,6 +105,14 @@ def check_nccl(settings: Settings) -> None:
         )
 
 
+def set_nccl_memory() -> None:
+    """Set NCCL_CUMEM_ENABLE for this process and its children, unless it is set.
+
+    SGLang sets it to 0 for itself, and groups of processes with different values fail in NCCL's transports.
+    """
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+
+
 def _nccl(packages: Iterable[str]) -> tuple[str, str] | None:
     """Return name and version of the package with NCCL among lines `name version`; None without one."""
     found = sorted(line.strip() for line in packages if line.startswith(NCCL))

@@ -23,6 +23,7 @@ from tidegate.service.process_secrets import shield_process
 from tidegate.service.service import Service
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, set_gloo_interface
 from tidegate.trainer.cluster.file_transfer import FileBundle, FileCache
+from tidegate.trainer.preflight import set_nccl_memory
 from tidegate.trainer.processes.provider import CurrentWeights
 from tidegate.trainer.processes.rank_process import LocalRankProcess
 
@@ -119,6 +120,7 @@ class ProcessActor:
         shield_process()
         context.apply()
         see_assigned_gpus()
+        set_nccl_memory()
         self.node = ClusterNode(ray.util.get_node_ip_address())
         set_gloo_interface(self.node.address)
         self.shares_run_dir = context.probe.is_visible()

@@ -20,6 +20,7 @@ from tidegate.trainer.cluster.actors import see_assigned_gpus
 from tidegate.trainer.cluster.connect import ActorSlots
 from tidegate.trainer.cluster.environment import ActorContext, ClusterNode, SharedDirProbe, set_gloo_interface
 from tidegate.trainer.cluster.provider import RayProcesses
+from tidegate.trainer.preflight import set_nccl_memory
 from tidegate.trainer.processes.provider import ProcessProvider
 
 MAX_EVENTS = 10_000
@@ -56,6 +57,7 @@ class RunActor:
         shield_process()
         os.environ.update(spec.environment)
         see_assigned_gpus()
+        set_nccl_memory()
         self._spec = spec
         self._slots = slots
         self._node = ClusterNode(ray.util.get_node_ip_address())

@@ -114,13 +114,16 @@ def test_an_actor_sees_its_own_gpus_even_if_ray_was_told_not_to_set_them(
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     context = ActorContext("a", SharedDirProbe.create(tmp_path), tmp_path, {})
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "taken away")  # restored afterwards
     for create in (
         lambda: actors.RankActor(context, 8),
         lambda: run_actor.RunActor(run_actor.RunSpec("a", tmp_path, tmp_path, {}, lambda *_: None), None),
     ):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+        os.environ.pop("NCCL_CUMEM_ENABLE", None)
         create()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+        assert os.environ["NCCL_CUMEM_ENABLE"] == "0", "as in SGLang's process"
     monkeypatch.delenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")  # by Ray
     actors.RankActor(context, 8)
