@@ -9,6 +9,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,19 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def train(policy: Policy, batches: list[Any]) -> dict[str, Any]:
-    """Metrics of the steps, gradients of the first, parameters before and after, and a loss of the last."""
+    """Metrics of the steps, gradients of the first, parameters before and after, a loss of the last, and the
+    number of additions of the replicas' gradients."""
     policy._optimizer = torch.optim.SGD(policy.model.parameters(), lr=policy.settings.learning_rate)
     start = {name: whole(one) for name, one in policy.model.named_parameters()}
     metrics, gradients = [], {}
-    for rows in batches:
-        metrics.append(policy.update(rows, version=3))
-        gradients = gradients or {
-            name: whole(one.grad) for name, one in policy.model.named_parameters() if one.grad is not None
-        }
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        for rows in batches:
+            metrics.append(policy.update(rows, version=3))
+            gradients = gradients or {
+                name: whole(one.grad) for name, one in policy.model.named_parameters() if one.grad is not None
+            }
     return {
+        "additions": sum("group" in call.kwargs for call in all_reduce.call_args_list),
         "start": start,
         "metrics": metrics,
         "gradients": gradients,

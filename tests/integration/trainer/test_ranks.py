@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pickle
 import resource
@@ -115,13 +116,17 @@ def test_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
 
 
 def test_two_replicas_of_two_ranks_equal_one(base: Path, tmp_path: Path) -> None:
-    """FSDP adds gradients over the ranks of a replica, then over replicas."""
+    """FSDP adds gradients over the ranks of a replica, and once for all microbatches over replicas."""
     sampler = Policy.load(base, settings(1))
     batches = [sampled(sampler, make_rows(7 + number, seed=number)) for number in range(3)]
-    variants = {"full": {}, "lora": VARIANTS["lora"]}
+    variants = {name: VARIANTS[name] for name in ("truncated", "lora", "streaming")}
     found, alone = trained(base, tmp_path, variants, batches, ranks=4, replicas=2)
+    layers = json.loads((base / "config.json").read_text())["num_hidden_layers"]
     for name in variants:
         are_the_same(found[name], alone[name])
+        units = layers + (name != "lora")  # only layers have adapters
+        shares = 2 if name == "streaming" else 1
+        assert found[name]["additions"] == units * shares * len(batches)
 
 
 def test_two_ranks_replay_experts_as_one_does(tmp_path: Path) -> None:

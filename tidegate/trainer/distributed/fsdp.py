@@ -148,6 +148,10 @@ class FSDPRanks(Ranks):
         for name, tensor in live.items():
             tensor.copy_(self.shard(values[name].detach(), tensor))
 
+    def add_replicas(self, compute: Any, after_next: bool) -> None:
+        if self.settings.replicas > 1:
+            compute.set_requires_all_reduce(after_next)
+
     def split(self, whole: RankShare) -> list[RankShare]:
         return split_share(whole, self.count, self.settings.microbatch_tokens)
 

@@ -158,6 +158,10 @@ class Forward:
         """Group this rank's rows into microbatches."""
         return self._ranks.layout(share, share_prefixes=self.shares)
 
+    def add_replicas(self, after_next: bool) -> None:
+        """Set whether the next backward pass adds the replicas' gradients, or leaves that to a later one."""
+        self._ranks.add_replicas(self._compute, after_next)
+
     def prefix(self, batch: PrefixBatch) -> Prefix | None:
         """Compute the batch's prefixes, if it has any."""
         with self._precision():

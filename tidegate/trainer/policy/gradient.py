@@ -48,7 +48,9 @@ class GradientStep:
     def accumulate(self, share: RankShare, diagnostics: Diagnostics) -> None:
         """Add N times the gradient of the loss of this rank's rows to the parameters' gradients."""
         self.shares.append(share)
-        for batch in self.forward.layout(share):
+        batches = self.forward.layout(share)
+        for batch in batches:
+            self.forward.add_replicas(batch is batches[-1])
             self.losses.append(self._backward_prefix_batch(batch, diagnostics))
             self.passes += batch.passes
 

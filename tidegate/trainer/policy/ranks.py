@@ -88,6 +88,12 @@ class Ranks:
         """Shard a model; returns its computation in this dtype, and the device of its inputs."""
         return compute, next(model.parameters()).device
 
+    def add_replicas(self, compute: Compute, after_next: bool) -> None:
+        """Set whether the next backward pass of a sharded model adds the gradients of its replicas.
+
+        Otherwise each replica keeps its sum for a later pass.
+        """
+
     def split(self, whole: RankShare) -> list[RankShare]:
         """Split a share that holds all rows; returns each rank's."""
         return [whole]
