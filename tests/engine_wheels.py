@@ -42,7 +42,7 @@ SGLANG = {
     "/end_weight_update": ("EndWeightUpdateReqInput", ""),
     "/update_weights_from_distributed": (
         "UpdateWeightsFromDistributedReqInput",
-        "names dtypes shapes group_name flush_cache abort_all_requests weight_version",
+        "names dtypes shapes group_name flush_cache abort_all_requests weight_version load_format",
     ),
     "/update_weight_version": ("UpdateWeightVersionReqInput", "new_version abort_all_requests"),
     "/load_lora_adapter": ("LoadLoRAAdapterReqInput", "lora_name lora_path"),

@@ -21,6 +21,8 @@ from tidegate.weights.files import transfer_s
 DEVICES = {"gloo": "cpu", "cpu:gloo": "cpu", "nccl": "cuda"}
 """SGLang's names of backends, and the kind of device whose memory they transfer."""
 HOST = torch.device("cpu")
+FLAT = "flattened_bucket"
+"""SGLang's name for tensors that are sent as one tensor of their bytes."""
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable with gloo's network interface, which takes precedence if it is set."""
 _NCCL_LOCK = threading.Lock()

@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ class OfTwoRanks:
             rank.begin()
         elif path == "/update_weights_from_distributed":
             tensors = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
-            rank.receive(body["group_name"], tensors)
+            rank.receive(body["group_name"], tensors, load_format=body["load_format"])
 
     async def pause(self) -> None: ...
 
@@ -305,14 +306,34 @@ class OfTwoRanks:
 
 
 async def test_every_rank_of_an_engine_gets_the_weights() -> None:
-    engine, weights = OfTwoRanks(), {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
+    """Tensors of both types are in one bucket, and five numbers of two bytes come first."""
+    engine, weights = (
+        OfTwoRanks(),
+        {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.arange(6.0).view(2, 3)},
+    )
     notes: list[str] = []
-    made = WeightBroadcaster(lambda _: ({name: one} for name, one in weights.items()), notes.append)
+    made = WeightBroadcaster(lambda _: (one for one in [weights]), notes.append)
     assert await made.send([engine], 3) == {engine.url}, notes
     for came in (update.tensors for update in engine.came):
         assert came.keys() == weights.keys()
         assert all(torch.equal(came[name], weights[name]) for name in weights)
     made.close()
+
+
+async def test_another_trainer_may_send_tensors_one_by_one() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+    engine = WeightsReceiver()
+    own, _ = await asyncio.gather(
+        asyncio.to_thread(WeightsGroup, store, 0, 2, "single", 20.0, "127.0.0.1"),
+        asyncio.to_thread(engine.join, "127.0.0.1", store.port, 1, 2, "single", "gloo"),
+    )
+    engine.begin()
+    sent = [torch.arange(3.0), torch.ones(2, 2)]
+    receive = partial(engine.receive, "single", [("a", "float32", [3]), ("b", "float32", [2, 2])])
+    _, came = await asyncio.gather(asyncio.to_thread(own.broadcast, sent), asyncio.to_thread(receive))
+    assert all(torch.equal(one, it) for one, it in zip(came.tensors.values(), sent, strict=True))
+    engine.leave("single")
+    own.close()
 
 
 async def test_gloo_listens_where_the_other_end_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,6 +371,10 @@ async def test_gloo_listens_where_the_other_end_looks_for_it(monkeypatch: pytest
         ("end_weight_update", {}, "no update is open"),
         ("update_weights_from_distributed", {"names": ["a"], "dtypes": [], "shapes": []}, "0 dtypes"),
         ("update_weights_from_distributed", {"names": [], "dtypes": [], "shapes": []}, "no update is open"),
+        (
+            "update_weights_from_distributed",
+            {"names": [], "dtypes": [], "shapes": [], "load_format": "smoke"}, "load_format = 'smoke'",
+        ),
     ],
 )  # fmt: skip
 async def test_what_is_refused_is_named(stage: Stage, path: str, body: Any, words: str) -> None:

@@ -124,7 +124,8 @@ async def _receive(engine: Engine, request: Request) -> Response:
     version = read_version(body, "weight_version")
     async with engine.loading:
         tensors = list(zip(names, kinds, shapes, strict=True))
-        update = await asyncio.to_thread(engine.receiver.receive, _text(body, "group_name", GROUP), tensors)
+        receive = partial(engine.receiver.receive, load_format=body.get("load_format"))
+        update = await asyncio.to_thread(receive, _text(body, "group_name", GROUP), tensors)
         update.version = version or update.version
         update.keep_cache = body.get("flush_cache", True) is False
     return done(f"received {len(names)} tensors")

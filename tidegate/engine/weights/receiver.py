@@ -13,7 +13,15 @@ from torch import Tensor
 from tidegate.engine.validation import RequestError
 from tidegate.engine.weights.loading import FLOATS
 from tidegate.weights.checksum import MODULUS
-from tidegate.weights.process_group import DEVICES, HOST, JOIN_S, WeightsGroup, address_towards, checksum
+from tidegate.weights.process_group import (
+    DEVICES,
+    FLAT,
+    HOST,
+    JOIN_S,
+    WeightsGroup,
+    address_towards,
+    checksum,
+)
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
@@ -71,11 +79,21 @@ class WeightsReceiver:
             raise RequestError("an update is already open; close it with /end_weight_update")
         self._update = IncomingWeights()
 
-    def receive(self, name: str, tensors: Sequence[tuple[str, str, Sequence[int]]]) -> IncomingWeights:
+    def receive(
+        self,
+        name: str,
+        tensors: Sequence[tuple[str, str, Sequence[int]]],
+        *,
+        load_format: str | None = None,
+    ) -> IncomingWeights:
         """Receives tensors (name, type, shape) over a group; returns the open update.
+
+        They come one by one, or with the format FLAT as one tensor of their bytes, in their order.
 
         Raises RequestError. Leaves the group if the broadcast fails.
         """
+        if load_format not in (None, FLAT):
+            raise RequestError(f"load_format = {load_format!r}: this engine supports {FLAT!r}, and no format")
         update = self._open()
         if name not in self._groups:
             raise RequestError(f"there is no group {name!r}; create it with /init_weights_update_group")
@@ -83,15 +101,21 @@ class WeightsReceiver:
         if unknown:
             raise RequestError(f"unknown dtypes {', '.join(unknown)}; supported: {', '.join(DTYPES)}")
         try:
-            pinned = self._device.type == "cuda"  # copies to and from a GPU are then faster
-            received = {
-                tensor: torch.empty(tuple(shape), dtype=DTYPES[kind], pin_memory=pinned)
+            like = {
+                tensor: torch.empty(tuple(shape), dtype=DTYPES[kind], device="meta")
                 for tensor, kind, shape in tensors
+            }
+            sizes = [one.numel() * one.element_size() for one in like.values()]
+            pinned = self._device.type == "cuda"  # copies to and from a GPU are then faster
+            data = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+            received = {
+                tensor: part.view(one.dtype).reshape(one.shape)
+                for (tensor, one), part in zip(like.items(), torch.split(data, sizes), strict=True)
             }
         except (TypeError, RuntimeError) as error:
             raise RequestError(f"shapes: {error}") from None
         try:
-            self._groups[name].broadcast(list(received.values()))
+            self._groups[name].broadcast([data] if load_format == FLAT else list(received.values()))
         except RuntimeError as error:
             self.leave(name)
             raise RequestError(f"receiving the weights failed: {error}") from error

@@ -31,7 +31,7 @@ from tidegate.errors import EngineError
 from tidegate.service.threads import in_daemon_thread
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.weights.checksum import MODULUS
-from tidegate.weights.process_group import HOST, JOIN_S, WeightsGroup, address_towards, checksum
+from tidegate.weights.process_group import FLAT, HOST, JOIN_S, WeightsGroup, address_towards, checksum
 
 BUCKET_BYTES, DEVICE_BUCKET_BYTES = 256 * 2**20, 2**30
 """Float32 bytes of a bucket, in host memory and in a GPU's, which sends a bucket in less time than its call
@@ -63,11 +63,18 @@ class Link:
 
 
 class Bucket(NamedTuple):
-    """Part of the weights; `size` in bytes."""
+    """Part of the weights, with the fields that describe it to an engine."""
 
-    tensors: dict[str, Tensor]
-    size: int
+    fields: dict[str, Any]
+    data: Tensor
+    """The tensors' bytes one after another: a mixture of experts has thousands of small tensors, each of
+    which would be a collective operation of its own."""
     checksum: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.data.numel()
 
 
 Source = Generator[dict[str, Tensor], None, None]
@@ -182,18 +189,17 @@ class WeightBroadcaster:
         await engine.call("/begin_weight_update", {})
 
     async def _send_bucket(self, engine: EngineControl, bucket: Bucket) -> None:
-        group, tensors = self._links[engine.url].group, list(bucket.tensors.values())
+        group = self._links[engine.url].group
         body: dict[str, Any] = {
-            "names": list(bucket.tensors),
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-            "shapes": [list(tensor.shape) for tensor in tensors],
+            **bucket.fields,
+            "load_format": FLAT,
             "group_name": group.name,
             "flush_cache": not engine.keeps_kv,
             "abort_all_requests": False,
             "weight_version": PARTIAL,
         }
         call = engine.call("/update_weights_from_distributed", body, bucket.size)
-        await _run_with_engine(engine, call, partial(group.broadcast, tensors), group.close)
+        await _run_with_engine(engine, call, partial(group.broadcast, [bucket.data]), group.close)
 
     async def _end(self, engine: EngineControl, size: int, total: int, version: int) -> None:
         await engine.pause()
@@ -291,10 +297,18 @@ class _Prefetcher:
         return asyncio.create_task(asyncio.to_thread(self._gather))
 
     def _gather(self) -> None:
-        tensors = next(self._source, None)
-        if tensors is not None:
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-            self._ready = Bucket(tensors, size, checksum(tensors.items()))
+        values = next(self._source, None)
+        if values is not None:
+            # Wide types first: each tensor then begins at a multiple of its type's width.
+            named = sorted(values.items(), key=lambda item: -item[1].element_size())
+            tensors = [tensor for _, tensor in named]
+            fields = {
+                "names": [name for name, _ in named],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+                "shapes": [list(tensor.shape) for tensor in tensors],
+            }
+            data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+            self._ready = Bucket(fields, data, checksum(named))
 
 
 async def _run_with_engine(
