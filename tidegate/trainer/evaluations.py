@@ -58,7 +58,7 @@ class RunEvaluations:
                 key: value for key, value in recorded.items() if key.startswith("eval/")
             }
             return
-        weights, version = self.publisher.current
+        weights, version = await self.publisher.files()
         evaluation = await unless_stopped(self.stop, self.evaluator.full(0))
         if evaluation is None:
             return
@@ -87,7 +87,7 @@ class RunEvaluations:
         earlier = {} if self.beside is None else await self._beside(self.beside, step, last)
         if self.beside is not None and not last:
             return earlier
-        weights, version = self.publisher.current
+        weights, version = await self.publisher.files()
         if last and self.settings.eval.last:
             # No step follows that would need the groups, and the engines are free for the evaluation.
             await self.stop_rollout()

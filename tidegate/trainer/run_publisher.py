@@ -13,6 +13,7 @@ from tidegate.trainer.policy.protocol import TrainedPolicy
 from tidegate.trainer.processes.provider import ProcessProvider
 from tidegate.trainer.processes.servers import restart_s
 from tidegate.trainer.publish.broadcast import BUCKET_BYTES, DEVICE_BUCKET_BYTES, WeightBroadcaster
+from tidegate.trainer.publish.engine_control import SampleCheck
 from tidegate.trainer.publish.engines import EngineMembership
 from tidegate.trainer.publish.layout import engine_weights
 from tidegate.trainer.publish.publisher import KEPT_VERSIONS, Publisher
@@ -73,7 +74,9 @@ def make_publisher(
         kept_versions=max([KEPT_VERSIONS, *(own.behind + 1 for own in settings.policies.values())]),
         in_outage=in_outage,
         durable=ledger.durable, keeps_kv=settings.engine.pause == "in_place",
-        listed_ids=settings.trainer.loss.listed_ids,
-        kept_ids=settings.sampling.records_kept_ids, routed=settings.trainer.routing_replay,
+        samples=SampleCheck(
+            settings.trainer.loss.listed_ids, kept_ids=settings.sampling.records_kept_ids,
+            routed=settings.trainer.routing_replay,
+        ),
         announce=engines.announce if named else None,
     )  # fmt: skip

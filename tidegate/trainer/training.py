@@ -204,7 +204,7 @@ class Training:
             await self.publisher.update_all()
         if self.settings.policies:
             await self.publisher.publish_start()
-        await self.publisher.check_samples()
+        await self.publisher.samples.of_all(self.publisher.engines())
         if not self._by_clients and (urls := self.publisher.engines()):
             rate = await measure_rate(urls, episodes_at_a_time(self.settings))
             if rate:
@@ -274,6 +274,7 @@ class Training:
         if self.loop.committable:
             try:
                 await self.checkpoints.write(step)
+                await self.publisher.files()
             except BaseException as failure:
                 if status != "failed":
                     with contextlib.suppress(LedgerError):  # the failure itself is raised

@@ -48,8 +48,10 @@ def of_file(path: Path) -> int:
     return of_tensor(path.name, np.empty(0, np.uint8) if empty else np.memmap(path, np.uint8, "r"))
 
 
-def write(directory: Path) -> None:
-    (directory / FILE).write_text(json.dumps({"checksum": of_files(directory)}) + "\n")
+def write(directory: Path, total: int | None = None) -> None:
+    """Write the checksum of a directory's safetensors, `total` if it is known."""
+    total = of_files(directory) if total is None else total
+    (directory / FILE).write_text(json.dumps({"checksum": total}) + "\n")
 
 
 def find_damage(directory: Path) -> str | None:

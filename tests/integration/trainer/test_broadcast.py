@@ -15,17 +15,23 @@ import aiohttp
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.integration.engine.engine_http import Client, serving
 from tests.tiny import make_tiny_model
 from tidegate.engine.engine import Engine
 from tidegate.engine.options import EngineOptions
 from tidegate.engine.weights.receiver import WeightsReceiver
+from tidegate.trainer.checkpoint.huggingface import write_shards
 from tidegate.trainer.publish import broadcast as sender
-from tidegate.trainer.publish.broadcast import WeightBroadcaster
+from tidegate.trainer.publish import version_writer
+from tidegate.trainer.publish.broadcast import Bucket, WeightBroadcaster
 from tidegate.trainer.publish.engine_control import EngineControl
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
+from tidegate.weights.checksum import find_damage
+from tidegate.weights.files import weight_files
 from tidegate.weights.process_group import GLOO_INTERFACE, WeightsGroup, buckets, checksum
 
 
@@ -60,6 +66,12 @@ class Stage:
     async def send(self, version: int) -> bool:
         """Whether they are live on the engine."""
         return await self.sender.send([self.control], version) == {self.control.url}
+
+
+def change(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
 
 
 @pytest.fixture
@@ -177,6 +189,93 @@ async def test_engines_serve_a_sent_version_before_its_files_are_written(
     assert publish.current == publish.startable == (tmp_path / "v000004", 4)
 
 
+async def test_files_of_a_version_that_every_engine_serves_are_written_while_the_policy_changes(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, writing, may_end = publisher(stage, tmp_path), threading.Event(), threading.Event()
+    await publish.publish(4)  # whose config and tokenizer the next one has
+
+    def write_slowly(*arguments: Any) -> None:
+        writing.set()
+        assert may_end.wait(30)
+        write_shards(*arguments)
+
+    monkeypatch.setattr(version_writer, "write_shards", write_slowly)
+    change(stage.model)
+    sent = {name: value.clone() for name, value in stage.model.named_parameters()}
+    await publish.publish(5)
+    assert await asyncio.to_thread(writing.wait, 30)
+    change(stage.model)
+    assert publish.current == (tmp_path / "v000005", 5)
+    assert publish.startable == (tmp_path / "v000004", 4), "with which an engine starts meanwhile"
+    await stage.control.load(tmp_path / "v000004", 4)
+    resync = asyncio.create_task(publish.resync(stage.client.url))
+    next_one = asyncio.create_task(publish.publish(6))
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert not resync.done()
+    assert (await stage.client.info())["weight_version"] == "4"
+    may_end.set()
+    assert await resync, "it waited for the files"
+    await next_one
+    files = tmp_path / "v000005"
+    read = AutoModelForCausalLM.from_pretrained(files, dtype=torch.float32)
+    assert all(torch.equal(value, sent[name]) for name, value in read.named_parameters())
+    assert find_damage(files) is None
+    assert (await publish.files(), publish.startable) == (publish.current, (tmp_path / "v000006", 6))
+
+
+def test_copies_from_a_gpu_use_the_memory_of_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors are in host memory here, which stands for the GPU's; three buckets have one size."""
+    made: list[torch.Tensor] = []
+
+    def pinned(like: torch.Tensor, **_: object) -> torch.Tensor:
+        made.append(torch.zeros(like.shape, dtype=like.dtype))
+        return made[-1]
+
+    monkeypatch.setattr(version_writer, "HOST", torch.device("meta"))
+    monkeypatch.setattr(torch, "empty_like", pinned)
+
+    def values(version: int) -> dict[str, torch.Tensor]:
+        return {name: torch.full((3,), 10.0 * version + number) for number, name in enumerate("abc")}
+
+    def save(directory: Path, dtype: str) -> None:
+        directory.mkdir()
+        save_file(values(1), directory / "model.safetensors")
+
+    writer = VersionWriter(directory=tmp_path, save_weights=save)
+    for version in (1, 2, 3):
+        writer.begin_sending()
+        for name, value in values(version).items():
+            fields = {"names": [name], "dtypes": ["float32"], "shapes": [[3]]}
+            writer.keep(Bucket(fields, value.view(torch.uint8), checksum([(name, value)])))
+        place = writer.write_sent(version) if writer.can_write_sent() else writer.write_full(version)
+        read = {name: value for path in weight_files(place) for name, value in load_file(path).items()}
+        assert {name: value.tolist() for name, value in read.items()} == {
+            name: value.tolist() for name, value in values(version).items()
+        }
+    assert len(made) == 3
+
+
+async def test_files_that_could_not_be_written_end_the_next_publish(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = publisher(stage, tmp_path)
+    await publish.publish(4)
+
+    def full_disk(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(version_writer, "write_shards", full_disk)
+    await publish.publish(5)
+    with pytest.raises(OSError, match="No space left"):
+        await publish.publish(6)
+    assert publish.startable == (tmp_path / "v000004", 4)
+    assert not (tmp_path / "v000005").exists()
+
+
 async def test_files_that_cannot_be_written_after_sending_leave_the_version_before_current(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -208,6 +307,7 @@ async def test_an_engine_whose_transfer_failed_goes_on_though_the_files_cannot_b
         assert may_end.wait(30)
         if how == "full disk":
             raise OSError(errno.ENOSPC, "No space left on device")
+        stage.model.save_pretrained(directory)
 
     publish.writer.save_weights = save
     publishing = asyncio.create_task(publish.publish(4))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from errno import EIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,7 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from tidegate.errors import StartError
 from tidegate.trainer.checkpoint.checkpoint import sync_tree
 from tidegate.weights import adapter_files, checksum
-from tidegate.weights.files import find_quantization, replacing
+from tidegate.weights.files import INDEX_FILE, find_quantization, replacing
 
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -189,8 +190,28 @@ def _write_dtype(path: Path, values: Mapping[str, Tensor]) -> None:
 
 
 def _write_tensors(directory: Path, model: Any, values: dict[str, Tensor]) -> None:
-    try:
+    with _os_errors(directory):
         model.save_pretrained(directory, state_dict=values)
+
+
+def write_shards(directory: Path, shards: Iterable[dict[str, Tensor]], count: int) -> None:
+    """Write the weights of a model as `count` files with an index. Raises OSError."""
+    files: dict[str, str] = {}
+    size = 0
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05}-of-{count:05}.safetensors"
+        with _os_errors(directory):
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, name)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": files}
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+@contextmanager
+def _os_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
     except SafetensorError as error:
         # safetensors names the system's error in its text alone; callers tell a full disk by its number.
         number = re.search(r"os error (\d+)", str(error))

@@ -1,4 +1,4 @@
-"""Sends weights to engines over process groups, without a shared disk.
+"""Sends weights to engines over process groups; embedded engines need no shared disk.
 
 Each engine has its own group with the trainer, so that a failing engine does not affect the others and a
 restarted one can rejoin alone. Weights are sent in buckets; the next bucket is gathered while one is sent, so
@@ -76,8 +76,18 @@ class Bucket(NamedTuple):
         """In bytes."""
         return self.data.numel()
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, which share memory with `data`."""
+        shapes = [torch.Size(shape) for shape in self.fields["shapes"]]
+        dtypes = [getattr(torch, name) for name in self.fields["dtypes"]]
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        parts = zip(torch.split(self.data, sizes), dtypes, shapes, strict=True)
+        values = (part.view(dtype).reshape(shape) for part, dtype, shape in parts)
+        return dict(zip(self.fields["names"], values, strict=True))
+
 
 Source = Generator[dict[str, Tensor], None, None]
+Keep = Callable[[Bucket], None]
 
 
 class WeightBroadcaster:
@@ -109,8 +119,12 @@ class WeightBroadcaster:
         self._refused: set[str] = set()
         """URLs of the engines that did not load every tensor; they get files."""
 
-    async def send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
+    async def send(
+        self, engines: Sequence[EngineControl], version: int, keep: Keep | None = None
+    ) -> set[str]:
         """Load the weights on engines as this version; returns the URLs of those that serve it.
+
+        `keep` is called in a thread with each bucket, with all of them if an engine serves the version.
 
         The policy must not be trained meanwhile. The slowest engine sets the pace, as all receive a bucket at
         the same time. The other engines may be paused, with weights of no version, and have to load files:
@@ -119,13 +133,13 @@ class WeightBroadcaster:
         """
         engines = [engine for engine in engines if engine.url not in self._refused]
         try:
-            return await self._send(engines, version)
+            return await self._send(engines, version, keep)
         except BaseException:  # the caller will not have them load files
             await asyncio.gather(*(engine.try_resume() for engine in engines))
             raise
 
-    async def _send(self, engines: Sequence[EngineControl], version: int) -> set[str]:
-        prefetcher = _Prefetcher(self._source(self._bucket_bytes))
+    async def _send(self, engines: Sequence[EngineControl], version: int, keep: Keep | None) -> set[str]:
+        prefetcher = _Prefetcher(self._source(self._bucket_bytes), keep)
         done: list[EngineControl] = []
         try:
             bucket = await prefetcher.next()
@@ -270,10 +284,11 @@ class WeightBroadcaster:
 
 
 class _Prefetcher:
-    """Gathers the next bucket of a source in a thread."""
+    """Gathers the next bucket of a source in a thread, in which it calls `keep` with it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, keep: Keep | None) -> None:
         self._source = source
+        self._keep = keep
         self._ready: Bucket | None = None
         """The bucket that was gathered. A thread holds its own result until it has a core again."""
         self._next = self._start()
@@ -309,6 +324,8 @@ class _Prefetcher:
             }
             data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
             self._ready = Bucket(fields, data, checksum(named))
+            if self._keep is not None:
+                self._keep(self._ready)
 
 
 async def _run_with_engine(

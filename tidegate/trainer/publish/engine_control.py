@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tidegate.weights.adapter_files import (
 )
 from tidegate.weights.files import WeightsError, is_adapter, transfer_s
 
+Errors = Sequence[EngineError | None]
 CALL_S = 60.0
 """Timeout of a call, besides the time to transfer weights."""
 REQUIRED_FIELDS = {
@@ -257,6 +259,50 @@ def _total_bytes(weights: Path) -> int:
         return sum(file.stat().st_size for place in places for file in place.iterdir())
     except (FileNotFoundError, WeightsError):
         return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCheck:
+    """What engines must report of tokens, so that they can be trained on."""
+
+    listed_ids: int = 0
+    """Number of likeliest ids in place of each token."""
+    kept_ids: bool = False
+    """Whether to report the ids that top-p, top-k and min-p keep."""
+    routed: bool = False
+    """Whether to report the experts of tokens."""
+
+    async def of(self, engine: EngineControl) -> None:
+        """Raises EngineError, and IncompatibleEngineError if the engine's tokens cannot be trained on."""
+        await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids, routed=self.routed)
+
+    async def of_all(self, urls: Sequence[str]) -> None:
+        """Raises IncompatibleEngineError; engines that do not respond are skipped."""
+        async with aiohttp.ClientSession() as http:
+            checks = [error_of(self.of(EngineControl(url, http))) for url in urls]
+            refusal = refusal_in(await asyncio.gather(*checks))
+        if refusal is not None:
+            raise refusal
+
+
+async def labels_of(urls: Sequence[str]) -> set[str | None]:
+    """Return the versions that engines report, None for one that does not respond."""
+    async with aiohttp.ClientSession() as http:
+        return set(await asyncio.gather(*(EngineControl(url, http).probe_label() for url in urls)))
+
+
+async def error_of(action: Awaitable[object]) -> EngineError | None:
+    """Return the error that an action raises; None if it succeeds."""
+    try:
+        await action
+    except EngineError as error:
+        return error
+    return None
+
+
+def refusal_in(errors: Iterable[EngineError | None]) -> EngineError | None:
+    """Return the first error after which another attempt would fail, too."""
+    return next((error for error in errors if error is not None and not error.retryable), None)
 
 
 async def switch_adapters(

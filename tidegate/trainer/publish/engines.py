@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidegate.errors import EngineError, GatewayError, IncompatibleEngineError, unwrapped
 from tidegate.gateway.client import GatewayClient
+from tidegate.trainer.publish.engine_control import labels_of
 
 if TYPE_CHECKING:
     from tidegate.trainer.publish.publisher import Publisher
@@ -268,7 +269,7 @@ class EngineMembership:
                 bool(control)
                 and url not in self.reserved
                 and self._active_publisher.unavailable.isdisjoint(control)
-                and await self._active_publisher.attested(control)
+                and await labels_of(control) == {str(self._active_publisher.current[1])}
             )
             try:
                 await self._gateway.admit_engine(url, serves)

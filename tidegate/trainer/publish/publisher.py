@@ -3,7 +3,8 @@
     write the weights → cancel groups that become stale → pause → load → verify → resume
 
 All weights that are sent to the engines (`trainer.publish_transport = "broadcast"`) are sent before they are
-written, so that the engines do not wait for the disk.
+written, so that the engines do not wait for the disk. If every engine then serves the version, a copy is
+written during the next step.
 
 Every step may be repeated safely, and engines are always resumed. Engines pause in the mode `retract`:
 running requests keep their tokens, and their keys and values are recomputed with the new weights. With
@@ -27,8 +28,15 @@ import aiohttp
 from tidegate import failpoints
 from tidegate.errors import EngineError, PublishError, StartError
 from tidegate.service.backoff import backoff_s
-from tidegate.trainer.publish.broadcast import WeightBroadcaster
-from tidegate.trainer.publish.engine_control import EngineControl, switch_adapters
+from tidegate.trainer.publish.broadcast import Keep, WeightBroadcaster
+from tidegate.trainer.publish.engine_control import (
+    EngineControl,
+    Errors,
+    SampleCheck,
+    error_of,
+    refusal_in,
+    switch_adapters,
+)
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.trainer.waits import run_to_completion
 from tidegate.weights import delta_files
@@ -38,7 +46,6 @@ ATTEMPTS_BESIDE_OTHERS = 3
 BACKOFF_S, BACKOFF_MAX_S = 1.0, 8.0
 
 T = TypeVar("T")
-Errors = Sequence[EngineError | None]
 
 
 async def _shared_directory(url: str, weights: Path) -> Path:
@@ -59,7 +66,7 @@ class Publisher:
         cancel_stale: cancels groups that become too stale with a version.
         quarantine: takes an engine out of service, with a reason; called if other engines could be updated.
         restore: returns an updated engine to service.
-        current: directory and number of the newest version.
+        current: directory and number of the newest version; `files` waits for its files.
         retry_s: how long to retry if no engine can be updated: the time that a restart may take.
     """
 
@@ -86,12 +93,8 @@ class Publisher:
     """Number of versions whose directories are kept."""
     keeps_kv: bool = False
     """Whether running requests keep their keys and values (`engine.pause = "in_place"`)."""
-    listed_ids: int = 0
-    """Number of likeliest ids that engines must report in place of each token."""
-    kept_ids: bool = False
-    """Whether engines must report the ids that top-p, top-k and min-p keep."""
-    routed: bool = False
-    """Whether engines must report the experts of tokens."""
+    samples: SampleCheck = field(default_factory=SampleCheck)
+    """What engines must report of tokens."""
     announce: Callable[[str], Awaitable[None]] | None = None
     """Has the gateway name the adapters that an engine serves now; None: requests name none."""
     unavailable: set[str] = field(default_factory=set)
@@ -100,6 +103,8 @@ class Publisher:
     """Directory and number of the newest version with all weights, with which restarted engines start."""
     _earlier: Path = field(init=False)
     """Directory of the version before the current one, which an engine may still be loading."""
+    _writing: asyncio.Task[None] | None = None
+    """Writes the files of the current version."""
     _pending: set[str] = field(default_factory=set)
     _update_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -110,9 +115,11 @@ class Publisher:
     async def publish(self, version: int) -> None:
         """Write the weights and load them on the engines.
 
-        Raises OSError, and PublishError if all engines fail.
+        Raises OSError, also if the files of the version before could not be written, and PublishError if all
+        engines fail.
         """
         began = time.monotonic()
+        await self.files()
         await self.durable()
         write = self.writer.write if self.sender is None else self.writer.write_delta
         await self._go_live(await self._write(write, version), version)
@@ -135,8 +142,16 @@ class Publisher:
             # Not abandoned by a cancellation: the final checkpoint needs the policy, and all its ranks, too.
             return await run_to_completion(asyncio.to_thread(write, version))
 
+    async def files(self) -> tuple[Path, int]:
+        """Return `current` when its files are complete. Raises OSError if they could not be written."""
+        current = self.current
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+        return current
+
     async def write_candidate(self, version: int) -> Path:
         """Write the weights of a version that is tested first; engines that start get the current one."""
+        await self.files()
         await self.durable()
         return await self._write(self.writer.write_candidate, version)
 
@@ -147,7 +162,7 @@ class Publisher:
             labels = await asyncio.gather(*(engine.probe_label() for engine in engines))
             without = [engine for engine, label in zip(engines, labels, strict=True) if label != str(version)]
             errors = await self._load(without, weights, version)
-        if (refusal := _refusal(errors)) is not None:
+        if (refusal := refusal_in(errors)) is not None:
             raise PublishError(f"candidate {version} could not be loaded: {refusal}")
         return not any(errors)
 
@@ -170,15 +185,12 @@ class Publisher:
         async with self._update_lock, aiohttp.ClientSession() as http:
             skipped, loaded = await self._unresponsive(http), set[str]()
             if weights is None:
-                loaded = await self._send(http, version, skipped, keep_kv_of)
-                try:
-                    weights = await self._write(self.writer.write_full, version)
-                except BaseException:
-                    # The transfer has left the other engines paused, with weights of no version.
-                    others = [url for url in self.engines() if url not in skipped | loaded]
-                    await self._load([EngineControl(url, http) for url in others], *self.current)
-                    raise
-                self._set_current(weights, version)
+                self.writer.begin_sending()
+                loaded = await self._send(http, version, skipped, keep_kv_of, self.writer.keep)
+                without = [url for url in self.engines() if url not in skipped | loaded]
+                # With all buckets, which an engine has, and no engine that waits for files.
+                later = bool(loaded) and not without and self.writer.can_write_sent()
+                await (self._write_later(version) if later else self._write_now(http, version, without))
             else:
                 self._set_current(weights, version)
                 if delta_files.is_delta(weights):
@@ -190,11 +202,30 @@ class Publisher:
         roots = {self.current[0], self._earlier, self.kept or self.current[0]}
         await asyncio.to_thread(self.writer.prune, self.kept_versions, roots)
 
-    def _set_current(self, weights: Path, version: int) -> None:
+    async def _write_now(self, http: aiohttp.ClientSession, version: int, without: list[str]) -> None:
+        """Write the weights for the engines that are without them."""
+        try:
+            weights = await self._write(self.writer.write_full, version)
+        except BaseException:  # the transfer has left them paused, with weights of no version
+            await self._load([EngineControl(url, http) for url in without], *self.current)
+            raise
+        self._set_current(weights, version)
+
+    async def _write_later(self, version: int) -> None:
+        """Begin to write the weights that were sent."""
+
+        async def write() -> None:
+            self.startable = (await self._write(self.writer.write_sent, version), version)
+
+        self._set_current(self.writer.place(version), version, written=False)
+        self._writing = asyncio.create_task(write(), name=f"files of version {version}")
+
+    def _set_current(self, weights: Path, version: int, *, written: bool = True) -> None:
         if version != self.current[1]:  # else all weights replace a refused difference
             self._earlier = self.current[0]
         self.current = (weights, version)
-        if not delta_files.is_delta(weights):
+        self._writing = None
+        if written and not delta_files.is_delta(weights):
             self.startable = self.current
 
     async def update_all(self) -> None:
@@ -243,15 +274,16 @@ class Publisher:
             await switch_adapters({url: bool(self.serves(url)) for url in urls}, version, self.announce)
 
     async def _send(
-        self, http: aiohttp.ClientSession, version: int, skipped: set[str], keep_kv_of: int | None
-    ) -> set[str]:
+        self, http: aiohttp.ClientSession, version: int, skipped: set[str], keep_kv_of: int | None,
+        keep: Keep | None = None,
+    ) -> set[str]:  # fmt: skip
         """Send all weights to the engines that are not skipped; returns the URLs of those that have them."""
         if self.sender is None:
             return set()
         urls = self.engines()
         self.sender.retain(urls)
         engines = [EngineControl(url, http, keep_kv_of) for url in urls if url not in skipped]
-        return await self.sender.send(engines, version) if engines else set()
+        return await self.sender.send(engines, version, keep) if engines else set()
 
     async def _load_delta(
         self, http: aiohttp.ClientSession, weights: Path, version: int, skipped: set[str]
@@ -264,10 +296,10 @@ class Publisher:
         if self.sender is not None:
             data = await asyncio.to_thread((weights / delta_files.FILE).read_bytes)
             sends = (engine.send_difference(data, version) for engine in engines)
-            errors: Errors = await asyncio.gather(*map(_error_of, sends))
+            errors: Errors = await asyncio.gather(*map(error_of, sends))
         else:
             errors = await self._load(engines, weights, version)
-        if (refusal := _refusal(errors)) is not None:
+        if (refusal := refusal_in(errors)) is not None:
             self.writer.on_refused(str(refusal))
             full = await run_to_completion(asyncio.to_thread(self.writer.write_full, version))
             self._set_current(full, version)
@@ -275,29 +307,15 @@ class Publisher:
             self.writer.on_loaded()
         return {engine.url for engine, error in zip(engines, errors, strict=True) if error is None}
 
-    async def check_samples(self) -> None:
-        """Raises IncompatibleEngineError if an engine's tokens cannot be trained on.
-
-        Engines that do not respond are skipped.
-        """
-        async with aiohttp.ClientSession() as http:
-            checks = [_error_of(self._check(EngineControl(url, http))) for url in self.engines()]
-            refusal = _refusal(await asyncio.gather(*checks))
-        if refusal is not None:
-            raise refusal
-
-    async def _check(self, engine: EngineControl) -> None:
-        await engine.check_sample(self.listed_ids, kept_ids=self.kept_ids, routed=self.routed)
-
     async def update(self, url: str) -> int:
         """Load the current version on a new engine; returns the version.
 
         Raises EngineError, and IncompatibleEngineError if its tokens cannot be trained on.
         """
-        weights, version = self.current
+        weights, version = await self.files()
         async with aiohttp.ClientSession() as http:
             engine = EngineControl(url, http)
-            await self._check(engine)
+            await self.samples.of(engine)
             await self._read(engine, weights, version)
         self.unavailable.discard(url)
         return version
@@ -317,6 +335,7 @@ class Publisher:
                 return True
             if label is None or url in self.unavailable:
                 return False
+            await self.files()
             try:
                 await self._read(engine, weights, version)
                 return True
@@ -327,12 +346,6 @@ class Publisher:
                 why = str(error)
         await self.quarantine(url, why)
         return False
-
-    async def attested(self, urls: Sequence[str]) -> bool:
-        """Whether all these engines report the current version."""
-        async with aiohttp.ClientSession() as http:
-            labels = await asyncio.gather(*(EngineControl(url, http).probe_label() for url in urls))
-        return set(labels) == {str(self.current[1])}
 
     def mark_unavailable(self, urls: Iterable[str]) -> None:
         """Take new engines out of service until the next publish, which restores or quarantines each."""
@@ -375,7 +388,7 @@ class Publisher:
             if attempt > 1:  # an exited engine restarts meanwhile, with the current version
                 await asyncio.sleep(backoff_s(attempt - 2, BACKOFF_S, BACKOFF_MAX_S))
             engines = [EngineControl(url, http, keep_kv_of) for url in remaining]
-            results = await self._load(engines, *self.current)
+            results = await self._load(engines, *await self.files())
             for url, error in zip(remaining, results, strict=True):
                 failed.pop(url, None)
                 if error is None:
@@ -394,7 +407,7 @@ class Publisher:
         return {url for url in away if self.serves(url) in there}
 
     async def _load(self, engines: Iterable[EngineControl], weights: Path, version: int) -> Errors:
-        return await asyncio.gather(*(_error_of(self._read(one, weights, version)) for one in engines))
+        return await asyncio.gather(*(error_of(self._read(one, weights, version)) for one in engines))
 
     async def _read(self, engine: EngineControl, weights: Path, version: int) -> None:
         """Deliver weights to an engine's node and load them. Raises EngineError."""
@@ -405,16 +418,3 @@ class Publisher:
                 f"engine {engine.url}: cannot transfer the weights to its node: {error}", retryable=True
             ) from error
         await engine.load(path, version)
-
-
-async def _error_of(action: Awaitable[object]) -> EngineError | None:
-    try:
-        await action
-    except EngineError as error:
-        return error
-    return None
-
-
-def _refusal(errors: Iterable[EngineError | None]) -> EngineError | None:
-    """Return the first error after which another attempt would fail, too."""
-    return next((error for error in errors if error is not None and not error.retryable), None)

@@ -10,14 +10,17 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tidegate.weights import delta_files
+from tidegate.trainer.checkpoint.huggingface import write_shards
+from tidegate.trainer.publish.broadcast import Bucket
+from tidegate.weights import checksum, delta_files
 from tidegate.weights.delta_files import VersionTensor
-from tidegate.weights.files import WeightsError
-from tidegate.weights.process_group import bytes_of
+from tidegate.weights.files import INDEX_FILE, WeightsError, replacing, weight_files
+from tidegate.weights.process_group import HOST, bytes_of
 
 VERSION, DELTA, CANDIDATE = "v{:06d}", "delta-v{:06d}", "candidate-v{:06d}"
 """Directories of a version with all weights, of a difference, and of a version that is tested first."""
@@ -28,6 +31,23 @@ SLACK_S = 0.05
 """Seconds that a publish of a difference may take beyond one of all weights, so that noise does not count."""
 MOST_REFUSALS = 2
 """Refused differences in a row after which the engines are taken for ones that cannot load any."""
+
+
+class FullVersion(NamedTuple):
+    """What later versions have in common with a version in files."""
+
+    names: set[str]
+    """Names of the tensors."""
+    others: dict[str, bytes]
+    """The files without weights, by name."""
+
+    @staticmethod
+    def read(place: Path) -> FullVersion:
+        weights = weight_files(place)
+        names = {name for path in weights for name, _ in checksum.tensors_of_file(path)}
+        own = {*weights, place / INDEX_FILE, place / checksum.FILE}
+        others = {path for path in place.rglob("*") if path.is_file()} - own
+        return FullVersion(names, {str(path.relative_to(place)): path.read_bytes() for path in others})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +77,12 @@ class VersionWriter:
     """Differences since the last version with all weights."""
     _pause: int = 0
     """Versions for which no difference is computed, as one did not pay."""
+    _sent: list[Bucket] = field(default_factory=list)
+    """Copies of the buckets that were sent last, in host memory."""
+    _spare: list[Tensor] = field(default_factory=list)
+    """Memory of earlier copies."""
+    _full: FullVersion | None = None
+    """The version that `write_full` wrote last, if its weights were sent."""
     _refusals: int = 0
     _full_s: float = math.inf
     """Seconds of the last publish of all weights."""
@@ -85,11 +111,55 @@ class VersionWriter:
         """Write a version with all weights. Raises OSError."""
         place = self.directory / VERSION.format(version)
         self.save_weights(place, dtype=self.dtype)
-        self._last = place
+        self._on_full(place)
+        self._full = FullVersion.read(place) if self._sent else None
+        return place
+
+    def begin_sending(self) -> None:
+        """Forget the copies of `keep`, whose memory is used again."""
+        self._spare, self._sent = [bucket.data for bucket in self._sent], []
+
+    def keep(self, bucket: Bucket) -> None:
+        """Keep a copy of a bucket that is sent, for `write_sent`."""
+        data = bucket.data
+        if data.device != HOST:
+            # Pinned memory, which is slow to allocate, makes the copy as fast as the bus.
+            same = [number for number, spare in enumerate(self._spare) if spare.shape == data.shape]
+            pinned = (
+                self._spare.pop(same[0]) if same else torch.empty_like(data, device=HOST, pin_memory=True)
+            )
+            data = pinned.copy_(data)
+        self._sent.append(bucket._replace(data=data))
+
+    def place(self, version: int) -> Path:
+        """Return the directory of a version with all weights."""
+        return self.directory / VERSION.format(version)
+
+    def can_write_sent(self) -> bool:
+        """Whether what was sent are the tensors of the version that `write_full` wrote last."""
+        sent = {name for bucket in self._sent for name in bucket.fields["names"]}
+        return self._full is not None and sent == self._full.names
+
+    def write_sent(self, version: int) -> Path:
+        """Write the weights that were sent, a file for each bucket, and the config and the tokenizer of the
+        version that `write_full` wrote last. The policy may change meanwhile. Raises OSError."""
+        assert self._full is not None
+        place = self.place(version)
+        with replacing(place) as partial:
+            # Copies, one bucket at a time: safetensors refuses tensors that share memory.
+            shards = ({name: value.clone() for name, value in one.tensors().items()} for one in self._sent)
+            write_shards(partial, shards, len(self._sent))
+            checksum.write(partial, sum(bucket.checksum for bucket in self._sent) % checksum.MODULUS)
+            for name, content in self._full.others.items():
+                (partial / name).parent.mkdir(exist_ok=True)
+                (partial / name).write_bytes(content)
+        self._on_full(place)
+        return place
+
+    def _on_full(self, place: Path) -> None:
         # Not kept: the tensors are as large as the model, and a following difference can read them from the
         # files.
-        self._tensors, self._differences = {}, 0
-        return place
+        self._last, self._tensors, self._differences = place, {}, 0
 
     def write_candidate(self, version: int) -> Path:
         """Write all weights of a version that is tested first. Raises OSError."""

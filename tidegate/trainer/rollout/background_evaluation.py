@@ -62,6 +62,7 @@ class BackgroundEvaluation:
         weights, version = self.publisher.current
         # Before the first await: a publish meanwhile would remove the weights that are evaluated.
         self.publisher.kept, self._version = weights, version
+        await self.publisher.files()
         self.pinned = await self._pin(weights, version)
         self._task = asyncio.create_task(self._run(step, version, weights), name=f"evaluation {step}")
 

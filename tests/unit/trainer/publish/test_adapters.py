@@ -27,7 +27,7 @@ from tidegate.errors import EngineError, PublishError
 from tidegate.trainer.checkpoint.best import BestCheckpoint
 from tidegate.trainer.policy.policy import Policy
 from tidegate.trainer.publish import engine_control
-from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.engine_control import EngineControl, labels_of
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights import adapter_files, checksum
@@ -347,7 +347,7 @@ async def test_sglang_loads_an_adapter_before_requests_name_it_and_drops_the_ear
         "announced", "/v1/models", "/unload_lora_adapter v0",
     ]  # fmt: skip
     assert server.adapters == {"another": "", "v1": str(publisher.current[0])}
-    assert await publisher.attested(publisher.engines())
+    assert await labels_of(publisher.engines()) == {str(publisher.current[1])}
     server.label = "v0"  # a load whose label was not set is repeated
     assert await publisher.resync(publisher.engines()[0])
     assert server.label == "v1"
@@ -397,7 +397,7 @@ async def test_sglang_serves_a_version_of_several_adapters_once_all_are_loaded(
     assert server.adapters == {
         "another": "", **{f"v1-{name}": str(publisher.current[0] / name) for name in "ab"}
     }  # fmt: skip
-    assert await publisher.attested(publisher.engines())
+    assert await labels_of(publisher.engines()) == {str(publisher.current[1])}
     for fails in ("2-a", "2-b"):  # one of the two is loaded, whichever is the first
         server.fails = (fails,)
         with pytest.raises(PublishError, match="LoRA is not enabled"):

@@ -48,7 +48,7 @@ class Sender:
     def retain(self, urls: object) -> None:
         return
 
-    async def send(self, engines: list[object], version: int) -> set[str]:
+    async def send(self, engines: list[object], version: int, keep: object) -> set[str]:
         self.asked.append(version)
         return set()  # the engines then load files
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tidegate.errors import EngineError, GatewayError, IncompatibleEngineError
+from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish import engines as engines_module
 from tidegate.trainer.publish import publisher as publish
 from tidegate.trainer.publish.engines import EngineMembership
@@ -175,7 +176,8 @@ async def running() -> AsyncIterator[World]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines_module, "POLL_S", 0.0)
         patch.setattr(publish, "BACKOFF_S", 0.0)
-        patch.setattr(publish, "EngineControl", Control)
+        for module in (publish, engine_control):
+            patch.setattr(module, "EngineControl", Control)
         patch.setattr(Control, "world", world, raising=False)
         world.machines["own"] = Machine("0")
         await world.engines.open(["own"])
@@ -296,7 +298,7 @@ async def test_an_engine_that_cannot_read_the_weights_is_sent_them_at_the_next_p
 
         def retain(self, urls: object) -> None: ...
 
-        async def send(self, engines: list[Control], version: int) -> set[str]:
+        async def send(self, engines: list[Control], version: int, keep: object) -> set[str]:
             for engine in engines:
                 if engine.url in self.takes:
                     engine.machine.label = str(version)

@@ -20,7 +20,7 @@ from tests.waiting import eventually
 from tidegate.errors import EngineError, PublishError
 from tidegate.trainer.publish import engine_control
 from tidegate.trainer.publish import publisher as publish
-from tidegate.trainer.publish.engine_control import EngineControl
+from tidegate.trainer.publish.engine_control import EngineControl, SampleCheck
 from tidegate.trainer.publish.publisher import Publisher
 from tidegate.trainer.publish.version_writer import VersionWriter
 from tidegate.weights import files
@@ -426,16 +426,16 @@ async def test_an_engine_whose_tokens_could_not_be_trained_on_is_found_out(
         restore=nothing,
         current=(tmp_path, 0),
         retry_s=5.0,
-        listed_ids=4 if fault == "no_top" else 0,
-        routed=fault == "no_experts",
-        kept_ids=fault == "no_kept",
+        samples=SampleCheck(
+            4 if fault == "no_top" else 0, kept_ids=fault == "no_kept", routed=fault == "no_experts"
+        ),
     )
     try:
         if words is None:
-            await publisher.check_samples()
+            await publisher.samples.of_all(publisher.engines())
         else:
             with pytest.raises(EngineError, match=words):
-                await publisher.check_samples()
+                await publisher.samples.of_all(publisher.engines())
     finally:
         await engine.stop()
     assert len(engine.requests) == 1
