@@ -25,6 +25,7 @@ from tidegate.sandbox import Sandbox
 from tidegate.service.directory_lock import DirectoryLock
 from tidegate.trainer.loggers.registry import check_loggers, make_loggers
 from tidegate.trainer.preflight import (
+    check_architecture,
     check_engines,
     check_nccl,
     check_port,
@@ -237,6 +238,8 @@ def check_model(settings: Settings, *, engines: bool | None) -> None:
     own = settings.trainer.backend == "own"
     for name in settings.policy_names:
         refuse_unusable(settings.of_policy(name).model.path, weights=own)
+        if own and engines is not False and name in settings.trained_policies:
+            check_architecture(settings.of_policy(name))
     if engines is not None and own:
         check_memory(settings, free_memory, engines=engines)
 

@@ -50,10 +50,38 @@ def save(directory: Path, **shapes: tuple[int, ...]) -> Path:
     return directory
 
 
+def files(directory: Path, **config: Any) -> ModelFiles:
+    (directory / "config.json").write_text(json.dumps(config))
+    return ModelFiles(directory)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        ["model.visual.blocks.0.weight", "model.visual.merger.weight"],
+        ["mtp.fc.weight", "mtp.layers.0.weight"],
+        ["model.layers.2.eh_proj.weight", "model.layers.2.shared_head.norm.weight"],
+    ],
+)
+def test_parts_that_the_trainers_class_does_not_load_may_be_missing_as_a_whole(
+    tmp_path: Path, part: list[str]
+) -> None:
+    """Images in Qwen3.5, and layers that predict further tokens in Qwen3-Next and GLM-4.5."""
+    decoder = {f"model.layers.{number}.weight": (2,) for number in range(2)}
+    served = model.manifest(save(tmp_path / "base", **decoder, **dict.fromkeys(part, (3,))))
+    config = files(tmp_path, text_config={"num_hidden_layers": 2})
+    model.check_weights(save(tmp_path / "text", **decoder), served, config)
+    model.check_weights(tmp_path / "base", served, config)
+    with pytest.raises(WeightsError, match=f"has no {part[1]}"):
+        model.check_weights(save(tmp_path / "half", **decoder, **{part[0]: (3,)}), served, config)
+    with pytest.raises(WeightsError, match=r"has no model\.layers\.1\.weight"):
+        model.check_weights(save(tmp_path / "cut", **{"model.layers.0.weight": (2,)}), served, config)
+
+
 def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
     served = model.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
     assert served == {"a": (2, 3), "b": (4,)}
-    model.check_weights(save(tmp_path / "new", a=(2, 3), b=(4,)), served, tied=False)
+    model.check_weights(save(tmp_path / "new", a=(2, 3), b=(4,)), served, files(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -66,14 +94,14 @@ def test_weights_of_the_served_model_pass(tmp_path: Path) -> None:
 )
 def test_other_weights_are_refused(tmp_path: Path, shapes: dict[str, tuple[int, ...]], said: str) -> None:
     with pytest.raises(WeightsError, match=said):
-        model.check_weights(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, tied=False)
+        model.check_weights(save(tmp_path / "new", **shapes), {"a": (2, 3), "b": (4,)}, files(tmp_path))
 
 
 def test_a_tied_output_layer_may_be_there_or_not(tmp_path: Path) -> None:
     whole = save(tmp_path / "new", a=(2,), **{model.TIED: (2,)})
-    model.check_weights(whole, {"a": (2,)}, tied=True)
+    model.check_weights(whole, {"a": (2,)}, files(tmp_path, tie_word_embeddings=True))
     with pytest.raises(WeightsError, match=model.TIED):
-        model.check_weights(whole, {"a": (2,)}, tied=False)
+        model.check_weights(whole, {"a": (2,)}, files(tmp_path))
 
 
 def test_files_that_are_cut_short_or_missing_are_refused(tmp_path: Path) -> None:
@@ -93,12 +121,12 @@ def test_files_that_are_not_those_that_were_written_are_refused(tmp_path: Path) 
     served = model.manifest(save(tmp_path / "served", a=(2, 3), b=(4,)))
     new = save(tmp_path / "new", a=(2, 3), b=(4,))
     checksum.write(new)
-    model.check_weights(new, served, tied=False)
+    model.check_weights(new, served, files(tmp_path))
     path = new / "a.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(WeightsError, match="are not those that were written"):
-        model.check_weights(new, served, tied=False)
+        model.check_weights(new, served, files(tmp_path))
 
 
 def test_what_the_models_files_say(tmp_path: Path) -> None:

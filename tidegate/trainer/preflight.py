@@ -34,6 +34,10 @@ LIST_PACKAGES = (
 )
 PYTHON_S = 60.0
 """Time limit of an interpreter that lists its packages."""
+CONDITIONAL = "ForConditionalGeneration"
+"""End of the names of classes that read images, too."""
+TEXT = "language_model."
+"""Part of the names of such a class's text model; the class of the text alone has it in files only."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -117,6 +121,32 @@ def _nccl(packages: Iterable[str]) -> tuple[str, str] | None:
     """Return name and version of the package with NCCL among lines `name version`; None without one."""
     found = sorted(line.strip() for line in packages if line.startswith(NCCL))
     return None if not found else (found[0].split()[0], found[0].split()[1])
+
+
+def check_architecture(settings: Settings) -> None:
+    """Raises StartError if a run's SGLang could not start again from the weights that the trainer writes.
+
+    Of a base with images transformers may load the text alone, in a class that SGLang does not have.
+    """
+    model, engine = settings.model.path, settings.engine
+    given = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    if engine.kind != "sglang" or engine.urls or not any(name.endswith(CONDITIONAL) for name in given):
+        return
+    from tidegate.trainer.checkpoint.huggingface import as_in_files, empty_model
+    from tidegate.weights.files import stored_names
+
+    try:
+        empty = empty_model(model)
+    except ValueError:  # reported when the model is loaded
+        return
+    written = {name.replace(TEXT, "") for name in as_in_files(empty, empty.state_dict())}
+    left = sorted(name for name in stored_names(model) if name.replace(TEXT, "") not in written)
+    if left and type(empty).__name__ not in given:
+        raise StartError(
+            f"model.path = {model} is a {given[0]}, of which the trainer loads and writes a "
+            f"{type(empty).__name__}, without {len(left)} tensors such as {left[0]}: SGLang could not start "
+            'again from these weights. Use engine.kind = "vllm", or the text model alone as model.path'
+        )
 
 
 def check_writable(run_dir: Path) -> None:

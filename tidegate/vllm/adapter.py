@@ -275,7 +275,7 @@ class EngineAdapter:
         if delta_files.is_delta(directory):
             delta_files.materialise(directory, self._whole / "weights")  # vLLM reads whole models
             directory = self._whole / "weights"
-        check_weights(directory, self._served, tied=self.model.tied)
+        check_weights(directory, self._served, self.model)
         return directory
 
     async def _load_adapters(self, directory: Path, label: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from tidegate.weights.files import WeightsError, weight_files
 
 TIED = "lm_head.weight"
 """Optional if it is tied to the embedding."""
+PART = re.compile(r"(?:^|.*\.)(?:mtp|mtp_layers|visual|vision_tower)\.")
+"""Prefix of tensors that predict further tokens or read images; the trainer's class may not load them."""
+LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 NAMED = 5
 
 Manifest = dict[str, tuple[int, ...]]
@@ -52,6 +56,16 @@ class ModelFiles:
     @property
     def tied(self) -> bool:
         return self._text.get("tie_word_embeddings", self._config.get("tie_word_embeddings")) is True
+
+    def part(self, name: str) -> str | None:
+        """Return the part of the model to which a tensor belongs; None for the decoder.
+
+        Some families keep the layers that predict further tokens after those of the decoder.
+        """
+        if found := PART.match(name):
+            return found[0]
+        layer, count = LAYER.match(name), self._text.get("num_hidden_layers")
+        return layer[0] if layer and type(count) is int and int(layer[1]) >= count else None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -91,10 +105,16 @@ def manifest(directory: Path) -> Manifest:
     return tensors
 
 
-def check_weights(directory: Path, served: Manifest, *, tied: bool) -> None:
-    """Raises WeightsError if the tensors differ from the served model's, or a checksum does not match."""
+def check_weights(directory: Path, served: Manifest, model: ModelFiles) -> None:
+    """Raises WeightsError if the tensors differ from the served model's, or a checksum does not match.
+
+    Parts besides the decoder may be missing as a whole: vLLM keeps those of the base model, which the trainer
+    does not train, or does not load them either.
+    """
     tensors = manifest(directory)
-    optional = {TIED} if tied else set()
+    there = {model.part(name) for name in tensors}
+    optional = {name for name in served if model.part(name) not in {None, *there}}
+    optional |= {TIED} if model.tied else set()
     for what, names in (
         ("has no", served.keys() - tensors.keys() - optional),
         ("has, and the model has not,", tensors.keys() - served.keys() - optional),

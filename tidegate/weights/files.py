@@ -95,6 +95,17 @@ def find_quantization(directory: Path) -> str | None:
     return f"the weights of {directory} are quantized (quantization_config in config.json: {method})"
 
 
+def stored_names(directory: Path) -> set[str]:
+    """Return the names of the tensors in a directory's safetensors. Raises WeightsError."""
+    from safetensors import safe_open
+
+    names: set[str] = set()
+    for path in weight_files(directory):
+        with safe_open(path, framework="np") as file:
+            names.update(file.keys())
+    return names
+
+
 def stored_parameters(directory: Path) -> int | None:
     """Counts the parameters in a directory's safetensors by their headers (8 bytes of length, then JSON).
 

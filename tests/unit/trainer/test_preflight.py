@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
+from tests.tiny import make_tiny_model
 from tidegate import launch
 from tidegate.config import Settings, load_settings
 from tidegate.envs.base import load_environment
@@ -282,3 +284,26 @@ def test_packages_are_listed_by_another_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-c", preflight.LIST_PACKAGES]
     listed = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert any(line.startswith("torch ") for line in listed.stdout.splitlines()), listed.stderr
+
+
+def test_a_base_from_whose_text_model_sglang_cannot_start_is_refused(tmp_path: Path) -> None:
+    size = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(text_config=size, vision_config=vision)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(tmp_path / "images")
+    make_tiny_model(tmp_path / "text")
+
+    def settings(model: str, **engine: object) -> Settings:
+        return Settings.model_validate(
+            {"model": {"path": tmp_path / model}, "engine": {"kind": "sglang", "python": "p", **engine}}
+        )
+
+    with pytest.raises(StartError, match=r"without \d+ tensors such as model\.visual\..* \"vllm\""):
+        preflight.check_architecture(settings("images"))
+    preflight.check_architecture(settings("images", kind="vllm"))
+    preflight.check_architecture(settings("images", python=None, urls=["http://e:1"]))
+    preflight.check_architecture(settings("text"))
