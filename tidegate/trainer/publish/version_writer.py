@@ -19,7 +19,7 @@ from tidegate.trainer.checkpoint.huggingface import write_shards
 from tidegate.trainer.publish.broadcast import Bucket
 from tidegate.weights import checksum, delta_files
 from tidegate.weights.delta_files import VersionTensor
-from tidegate.weights.files import INDEX_FILE, WeightsError, replacing, weight_files
+from tidegate.weights.files import INDEX_FILE, WeightsError, replacing, stored_names, weight_files
 from tidegate.weights.process_group import HOST, bytes_of
 
 VERSION, DELTA, CANDIDATE = "v{:06d}", "delta-v{:06d}", "candidate-v{:06d}"
@@ -43,11 +43,10 @@ class FullVersion(NamedTuple):
 
     @staticmethod
     def read(place: Path) -> FullVersion:
-        weights = weight_files(place)
-        names = {name for path in weights for name, _ in checksum.tensors_of_file(path)}
-        own = {*weights, place / INDEX_FILE, place / checksum.FILE}
-        others = {path for path in place.rglob("*") if path.is_file()} - own
-        return FullVersion(names, {str(path.relative_to(place)): path.read_bytes() for path in others})
+        weights = {*weight_files(place), place / INDEX_FILE, place / checksum.FILE}
+        others = {path for path in place.rglob("*") if path.is_file()} - weights
+        files = {str(path.relative_to(place)): path.read_bytes() for path in others}
+        return FullVersion(stored_names(place), files)
 
 
 @dataclass(slots=True, kw_only=True)
