@@ -44,6 +44,9 @@ class World:
             note=self.notes.append,
         )
 
+    async def files(self) -> tuple[Path, int]:
+        return self.current
+
     async def evaluate(self, step: int, version: int | None) -> Evaluation:
         self.asked.append((step, version))
         await self.over.wait()
