@@ -24,15 +24,14 @@ async def test_charts_are_drawn_at_their_width_with_titles_of_the_axes(port: int
     widest = "Math.max(...[...document.querySelectorAll('figure > svg')].map(one => one.clientWidth))"
     async with chromium.page(port) as page:
         await page.open(f"{url}/")
-        await page.until(f"{widest} > 900")
-        assert await page.look(f"{scales}.every(one => Math.abs(one - 1) < 0.01)")
+        await page.until(f"{widest} > 900 && {scales}.every(one => Math.abs(one - 1) < 0.01)")
         titles = (
             "[...document.querySelectorAll('[data-title=Staleness] text.title')].map(one => one.textContent)"
         )
         assert await page.look(titles) == ["policy versions", "step"]
         await page.width(400)
-        await page.until(f"{widest} < 400")
-        assert await page.look(f"{scales}.every(one => Math.abs(one - 1) < 0.01)")
+        # The browser resizes a chart before the page draws it again.
+        await page.until(f"{widest} < 400 && {scales}.every(one => Math.abs(one - 1) < 0.01)")
         clean(page, url)
 
 
