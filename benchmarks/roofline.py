@@ -341,7 +341,7 @@ def recorded(name: str, gpus: int, *, checkpointing: bool = False) -> Recorded:
         with fake_step(), recorder.resizes(), mock.patch.object(fsdp, "init_device_mesh", return_value=mesh):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
             parameters = model.num_parameters()
-            ranks = (OneRank if gpus == 1 else ManyRanks)(settings)
+            ranks = OneRank(settings) if mesh is None else ManyRanks(settings, dist.HashStore())
             policy = Policy(model, Path(tempfile.gettempdir()), settings, ranks=ranks)
             share = policy._split(rows_of(ROWS * gpus, config.vocab_size))[0]
             for parameter in model.parameters():
