@@ -64,7 +64,7 @@ from tidegate.trainer.distributed import fsdp, rank_main
 from tidegate.trainer.policy.attention import attention
 from tidegate.trainer.policy.forward import _mask
 from tidegate.trainer.policy.policy import Policy
-from tidegate.weights.process_group import JOIN_S, WeightsGroup, checksum
+from tidegate.weights.process_group import JOIN_S, WeightsGroup
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -347,7 +347,7 @@ class OneRank(fsdp.FSDPRanks):
 
 def ranks(place: Place) -> None:
     # Parts need no package for HTTP, except where they are imported in functions.
-    from tidegate.trainer.publish.broadcast import DEVICE_BUCKET_BYTES
+    from tidegate.trainer.publish.broadcast import DEVICE_BUCKET_BYTES, Bucket
 
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
     init = rank_main.RankInit(place.settings(), place.model, 0, ("127.0.0.1", store.port), 60.0)
@@ -362,9 +362,9 @@ def ranks(place: Place) -> None:
         sizes.clear()
         on_device = place.device.type == "cuda"
         for bucket in policy.weight_buckets(DEVICE_BUCKET_BYTES, as_files="bfloat16", on_device=on_device):
-            checksum(bucket.items())
-            group.broadcast(list(bucket.values()))
-            sizes.append(sum(tensor.nbytes for tensor in bucket.values()))
+            sent = Bucket.of(bucket)
+            group.broadcast([sent.data])
+            sizes.append(sent.size)
 
     seconds = place.best(send, 3)
     say(

@@ -71,6 +71,19 @@ class Bucket(NamedTuple):
     which would be a collective operation of its own."""
     checksum: int
 
+    @staticmethod
+    def of(values: Mapping[str, Tensor]) -> Bucket:
+        # Wide types first: each tensor then begins at a multiple of its type's width.
+        named = sorted(values.items(), key=lambda item: -item[1].element_size())
+        tensors = [tensor for _, tensor in named]
+        fields = {
+            "names": [name for name, _ in named],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
+        }
+        data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+        return Bucket(fields, data, checksum(named))
+
     @property
     def size(self) -> int:
         """In bytes."""
@@ -314,16 +327,7 @@ class _Prefetcher:
     def _gather(self) -> None:
         values = next(self._source, None)
         if values is not None:
-            # Wide types first: each tensor then begins at a multiple of its type's width.
-            named = sorted(values.items(), key=lambda item: -item[1].element_size())
-            tensors = [tensor for _, tensor in named]
-            fields = {
-                "names": [name for name, _ in named],
-                "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
-                "shapes": [list(tensor.shape) for tensor in tensors],
-            }
-            data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
-            self._ready = Bucket(fields, data, checksum(named))
+            self._ready = Bucket.of(values)
             if self._keep is not None:
                 self._keep(self._ready)
 
