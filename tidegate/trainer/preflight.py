@@ -126,7 +126,7 @@ def _nccl(packages: Iterable[str]) -> tuple[str, str] | None:
 def check_architecture(settings: Settings) -> None:
     """Raises StartError if a run's SGLang could not start again from the weights that the trainer writes.
 
-    Of a base with images transformers may load the text alone, in a class that SGLang does not have.
+    Transformers may load only the text model of a base with images, in a class that SGLang does not have.
     """
     model, engine = settings.model.path, settings.engine
     given = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or []

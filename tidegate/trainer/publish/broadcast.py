@@ -73,6 +73,7 @@ class Bucket(NamedTuple):
 
     @staticmethod
     def of(values: Mapping[str, Tensor]) -> Bucket:
+        """Join tensors, whose memory is copied."""
         # Wide types first: each tensor then begins at a multiple of its type's width.
         named = sorted(values.items(), key=lambda item: -item[1].element_size())
         tensors = [tensor for _, tensor in named]
