@@ -406,10 +406,11 @@ class OfTwoRanks:
 
 
 async def test_every_rank_of_an_engine_gets_the_weights() -> None:
-    """Tensors of both types are in one bucket, and five numbers of two bytes come first."""
+    """Tensors of both types are in one bucket: five numbers of two bytes, then one with strides
+    (verl-project/verl#6919)."""
     engine, weights = (
         OfTwoRanks(),
-        {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.arange(6.0).view(2, 3)},
+        {"a": torch.ones(5, dtype=torch.bfloat16), "b": torch.arange(12.0).view(2, 6)[:, ::2]},
     )
     notes: list[str] = []
     made = WeightBroadcaster(lambda _: (one for one in [weights]), notes.append)

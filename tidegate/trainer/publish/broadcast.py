@@ -82,7 +82,8 @@ class Bucket(NamedTuple):
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
         }
-        data = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+        flat = (tensor.detach().contiguous().reshape(-1) for tensor in tensors)  # bytes have no strides
+        data = torch.cat([tensor.view(torch.uint8) for tensor in flat])
         return Bucket(fields, data, checksum(named))
 
     @property
